@@ -35,7 +35,7 @@ class Workload:
         return truth(self.case, self.tensors)
 
     def label(self, name):
-        """Return a provider's name for the CSV; for fusedattn it includes the backend that computes the case."""
+        """Return a provider's name for the CSV; for fusedattn with its backend, unless the case is of a module."""
         if name != "fusedattn" or "module" in self.case.words:
             return name
         return f"{name}:{providers.explain(self.case, self.tensors).backend}"

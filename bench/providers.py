@@ -117,7 +117,7 @@ def _real(case, tensors):
 
 
 def packed(function, options, case, tensors):
-    """Return the Call of a function that takes packed sequences (T, H, D), their offsets and maximum lengths."""
+    """Return a Call that runs `function` on packed sequences (T, H, D), with cu_seqlens and maximum lengths."""
     real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())

@@ -66,7 +66,7 @@ def preprocess(
     heads, q_len, k_len, pitch, score, small,
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write Rows (B, Hq, Sq, 4), contiguous: softmax pivot and neg_log2_sum, delta and dlse of `gradient.Row`."""
+    """Write Rows, usually (B, Hq, Sq, 4): softmax pivot, neg_log2_sum, delta and dlse. Zero or copy other buffers."""
     # Rows is incoming.rows. Hopper's backward kernels may read other layouts: (B, Hq, 4, pitch), with pitch at least
     # Sq; or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
     # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous. Weights and

@@ -55,7 +55,7 @@ def fail(error: type[Exception], argument: str, expected: Any, got: Any) -> NoRe
 
 
 def type_name(x: Any) -> str:
-    """Return x's type for an error message, with its library unless that is Python or torch; for a tensor, advice."""
+    """Return x's type for an error message, with its library if not Python or torch. A tensor gets a hint."""
     if isinstance(x, Tensor):
         return "a tensor: call .item() on it"
     library, name = type(x).__module__.partition(".")[0], type(x).__name__

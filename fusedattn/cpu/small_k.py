@@ -18,7 +18,7 @@ ROWS = 128  # rows of a partial sum
 
 
 def is_few(call: Call) -> bool:
-    """Return whether the softmax formula computes the gradients: in float32, for few keys or rows, or a large scale."""
+    """Return whether to use the softmax formula for gradients: float32, and few keys, few rows or a large scale."""
     few = call.key.shape[2] <= FEW or call.query.shape[2] < FEW_ROWS
     return call.query.dtype == torch.float32 and (few or abs(call.scale) > LARGE_SCALE)
 

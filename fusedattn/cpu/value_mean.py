@@ -35,7 +35,7 @@ def centre(value: Tensor) -> Tensor | None:
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (output to save, mean subtracted from it). For each head, this is (`kept`, `common`) or (`out`, 0)."""
+    """Return (output to save, its subtracted mean), per head: (`kept`, `common`), or (`out`, 0) if out is small."""
     # Outputs much smaller than the centre lose digits when it is subtracted, as in rows that see few keys with small
     # values. If most rows of a head are like that, its whole output is saved, and its centre is 0.
     outputs, seen = (grouped(x, common.shape[1]) for x in (out, (lse != -INFINITE)[..., None]))

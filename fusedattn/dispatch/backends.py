@@ -131,7 +131,7 @@ def hopper_reasons(device: Device) -> tuple[str, ...]:
 
 
 def _failures(of: Any, need_weights: bool, on_hopper: bool) -> list[str]:
-    """Return [reason why a kernel that a Call or a Decode needs is known to fail or be wrong here], or []."""
+    """Return [why] if a kernel this Call or Decode needs failed or was wrong on this device, otherwise []."""
     call, cached = (of.call, True) if isinstance(of, Decode) else (of, False)
     if torch.compiler.is_compiling() or not (failed_kernels or any(x.wrong for x in tuned.of(_device(call)).values())):
         return []

@@ -184,7 +184,7 @@ class Checked:
         self.chosen, self.needs, self.others = chosen, numbers[-4:-2], call[len(TENSORS) :]
 
     def in_full(self, tensors: Sequence) -> list:
-        """Return the tensors as the first call had them: the seed as a tensor, and all in full rank."""
+        """Return tensors as a Call needs them: full rank; seed as a tensor, or None without dropout."""
         given = list(tensors)
         for place, name in self.short:
             given[place] = in_full(name, given[place])

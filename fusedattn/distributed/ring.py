@@ -72,7 +72,7 @@ def _receive(whole: GlobalCall, compute: Compute) -> dict[str, Tensor]:
     totals: dict[str, Tensor] = {}  # gradients of this rank's keys and values, summed over the ranks so far
 
     def begin(step: int) -> Transfer:
-        """Start to send this rank's keys to the rank `step` ahead, and to receive keys from the rank `step` behind."""
+        """Start to send own keys, values and key mask `step` ranks ahead, and receive those `step` behind, if seen."""
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
         if owner_seen := whole.rank_sees(rank, owner):

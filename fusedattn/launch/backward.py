@@ -46,7 +46,7 @@ def _bias_sum(call):
 
 
 def _by_row(needed, where):
-    """Return {input: whether its gradient is kept as row sums}. needed: {input: bool}. where: result of `_bias_sum`."""
+    """Return {field of ByRow: whether its buffer is needed}. needed: {input: bool}. where: result of `_bias_sum`."""
     return {name: where == "rows" if name == "bias" else needed[name] for name in ByRow._fields}
 
 

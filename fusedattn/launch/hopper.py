@@ -110,7 +110,7 @@ def _by_tma(call):
 
 
 def unreachable(call: Call) -> list[str]:
-    """Return a sentence for each tensor that TMA cannot read: mask_bits; query, key, value and bias unless copied."""
+    """Return a sentence per tensor that TMA cannot read: mask_bits, and, if not copied, query, key, value, bias."""
     if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
         lacks = []
     if call.mask_bits is not None and not arguments.aligned(call.mask_bits):

@@ -127,7 +127,7 @@ def _section(call, fits, size, blocks, multiprocessors):
 
 
 def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
-    """Return arguments of hopper_bwd_ds, or with `weights` of hopper_bwd_wide; `_launch_part` adds the others."""
+    """Return arguments of hopper_bwd_wide (with `weights`) or hopper_bwd_ds. `_launch_part` adds the others."""
     call, rows, (width_k, width_v) = p.call, p.launched["Rows"], hopper.tile_widths(p.call)
     (_, _, length, keys), group = sizes(call), hopper.group_of(call)
     columns = call.query.shape[3], call.value.shape[3]

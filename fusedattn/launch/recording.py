@@ -26,8 +26,8 @@ class Recording(NamedTuple):
     """Recorded launches, to replay on the caller's tensors and on new ones that `run` allocates.
 
     made: ((shape, strides, dtype), fill value or None) of each new tensor. steps: (function, programs, arguments,
-    views, others) of each launch. A replay replaces arguments by views, (argument index, tensor index, strides), and
-    by others, (argument index, function of all tensors).
+    views, others) of each launch. views: (argument index, tensor index, strides); others: (argument index, function of
+    all tensors). A replay sets these arguments.
     """
 
     device: torch.device

@@ -1,7 +1,7 @@
 """Tuning files: tiles and pipelines with their times. `fusedattn tune` writes them; the first call reads them.
 
-A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without a valid file the
-tables of `launch.tile_table` decide. Form: a tile or a pipeline. Place: (kernel, dtype, width, pressure).
+A file is valid only with the GPU, driver, torch, Triton and package version that wrote it. Without one, the tables
+of `launch.tile_table` decide. A form is a tile or a pipeline. A place is (kernel, dtype, width, pressure).
 """
 
 import functools
@@ -115,7 +115,7 @@ def candidates(kernel, capability, itemsize, width, pressure="plain"):
 
 
 def choose(rows: Iterable[Row]) -> Choices:
-    """Rank the measured tiles of each kernel and kind of call, fastest first. Tiles that lack a time come last."""
+    """Return {(kernel, dtype, width, pressure): Forms}. Tiles that lack a time come last in Forms.right."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         places.setdefault(row[:4], []).append(row)

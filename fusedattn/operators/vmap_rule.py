@@ -24,7 +24,7 @@ def _kind(name: str) -> str:
 
 
 def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any, Any, set[str]]:
-    """Return functions that fold mapped calls into one and unfold results, and names that broadcast over its batch."""
+    """Return fold (mapped calls to one call), unfold (its results), and names of inputs with batch size 1 per call."""
     mapped = {name: x for name, x in call.items() if isinstance(x, Tensor)}
     shapes = {n: x.shape if dims[n] is None else x.movedim(dims[n], 0).shape[1:] for n, x in mapped.items()}
     packed = "cu_seqlens_q" in shapes

@@ -37,8 +37,8 @@ def verdict(
         eager, oracle: the result of eager PyTorch in the dtype of the inputs, and in float64. All three have one shape
             and one device.
         zero: bool, shape of `got` without its last dimension: rows that must be exactly 0, because nothing is visible.
-            Default: rows that are 0 in the oracle. Pass it for gradients: the gradient of a row that sees one key is
-            0 by cancellation, and may be off by rounding.
+            Default: rows that are 0 in the oracle. Pass it for gradients: a row that sees one key has gradient 0
+            by cancellation, which need not be exactly 0.
         terms: if the result is a sum, the root of the sum of squares of its terms. Needed for the gradient of a slope,
             one sum over all pairs of a head, which eager PyTorch may get right by chance.
         dtype: dtype of the call, if narrower: in a float32 call the gradient of a float64 bias has float32 errors.

@@ -1,7 +1,7 @@
 """Backward attention for Hopper: one warp loads tiles, two store results, two warpgroups of 64 keys each multiply.
 
-A program has a block of keys. A warpgroup keeps dk and dv in registers and computes scores transposed, [keys, rows], so
-that weights and gradients of scores go from registers straight into the next products. TMA adds dq in global memory.
+A program has a block of keys. A warpgroup keeps dk and dv in registers and computes scores transposed, [keys, rows]. So
+weights p and gradients ds feed dv and dk from registers; for dq, ds goes through shared memory. TMA adds dq in memory.
 Source: FlashAttention-3, arXiv:2407.08608, appendix B.1; FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
 
@@ -168,7 +168,7 @@ def _give(g: gl.constexpr, shared, Sums, GradK, GradV, Turns, program, masks, fo
 
 @gluon.jit
 def _put(g: gl.constexpr, shared, step, dq):
-    """Wait for the products for dq, which began last, and store dq for the warp that adds it."""
+    """Wait for all products (dq's are last), and store dq for the warp that adds it."""
     dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
     ring.put(shared.dq, step * GROUPS + g, layouts.lines(dq))
 

@@ -182,7 +182,7 @@ def across(rows, step, column: gl.constexpr, LAYOUT: gl.constexpr, part: gl.cons
 
 @gluon.jit
 def _first(tile, block, part: gl.constexpr, PARTS: gl.constexpr):
-    """Return the first row of part `part` of a block, for a tile [keys, rows]."""
+    """Return the first row of tile `part`, [keys, rows], in a block of PARTS tiles."""
     return block * (PARTS * tile.shape[1]) + part * tile.shape[1]
 
 

@@ -16,8 +16,8 @@ from .layouts import WARPS
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    A block is a sum over MEMBERS query heads. ACROSS programs share its columns. OF_K: its rows are keys. TOP_LEFT: as
-    in `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: (per multiplying thread, per other one).
+    A block sums MEMBERS query heads. ACROSS programs split its columns. OF_K: its rows are keys. TOP_LEFT: as in
+    `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: (per multiplying thread, per other one).
     """
 
     GROUP: int

@@ -25,7 +25,7 @@ SLOTS = gl.constexpr(4)  # chunks of operands in shared memory
 class Shared(NamedTuple):
     """Shared memory: chunks (64 columns) of both operands of a product, other inputs of a step, and its results.
 
-    keys: a ring of chunks of k, then of v. rows: chunks of q, then of do, with the barriers of keys. statistics: a ring
+    keys: a ring of chunks of k, then of v. rows: chunks of q, then of do; keys' barriers guard both. statistics: a ring
     of row statistics. notes, unless None, are written before the first chunk of a step. p and ds: a tile [keys, rows]
     for each warpgroup.
     """

@@ -55,7 +55,7 @@ def of(seed, dropout_p, origin=None):
 
 @triton.jit
 def _counters(x, SIZE: tl.constexpr):
-    """Return the Philox counter of each pair of indices i, i + 8 (differing in bit 3); x starts at a multiple of 16."""
+    """Return one Philox counter for each two indices i and i + 8 in x, which starts at a multiple of 16."""
     x, other = tl.split(tl.permute(tl.reshape(x, [SIZE // 16, 2, 8]), [0, 2, 1]))
     x = tl.reshape(x, [SIZE // 2])
     return (x >> 4) * 8 + (x & 7)
@@ -153,7 +153,7 @@ def drop(dropout, p, plane, r, c):
 def sign_by(dropout, p, words):
     """Return p, negative where dropped, from random words in the layout of p: `sign_dropped` for Gluon.
 
-    An int32 p holds two 16-bit numbers. If dropped, its high half becomes 0, and its low half negative.
+    int32 p (softcap): high half p scaled, low half p * dcap. If dropped, high is 0 and low negative.
     """
     dropped = (p & 0xFFFF) ^ 0x8000 if p.dtype == tl.int32 else -p
     return tl.where(_not_below(dropout, words), p, dropped)

@@ -198,7 +198,7 @@ def store_column(m, rows, n, i, x):
 
 @triton.jit
 def load_quad(m, rows, n):
-    """Load a (row, 4) matrix as four vectors, zero past row n, in one load."""
+    """Load a (row, 4) matrix as four vectors, zero from row n on, in one load."""
     # Triton 3.6 gives a load of fewer than 32 * num_warps elements the layout of the operation that uses it, with up to
     # 16 copies of each element. Three loads of vectors made the dk/dv loop 1.5 times as long.
     r, c = rows[:, None], tl.arange(0, 4)[None, :]
