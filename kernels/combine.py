@@ -15,8 +15,8 @@ def combine(
     partials, scale, heads, rows, splits,
     DV: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merge the Partials of all splits into Out, a View of (B, H, rows, DV), and into Lse and Stats unless None."""
-    # Lse and Stats are as in forward.py. A step reads BLOCK_M splits. MOST, a power of two, is at least `splits`.
+    """Merge the Partials of all splits into Out, a View of (B, H, rows, DV), Lse (B, H, rows) and Stats unless None."""
+    # Stats is (B, H, rows, `saved_stats.columns`). A step reads BLOCK_M splits. MOST, a power of 2, is at least splits.
     row, plane = span.place(tl.program_id(0), rows, heads, 1)
     n = rows * splits
     state = softmax.join(splitting.states(partials, plane, row + tl.arange(0, MOST)[:, None] * rows, n), scale)

@@ -14,7 +14,7 @@ from .rules import as_python, check_bool, check_floating, fail, is_int, type_nam
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
-    """Check masks, return their Plan. sizes: for a mask function. kernels: block size of kernels, None without them."""
+    """Check masks, return their Plan. sizes: of a mask function. kernels: block size of kernels, None without them."""
     function, given = None, {name: x for name, x in masks.items() if x is not None}
     if not given:
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")

@@ -150,8 +150,8 @@ class Backend(NamedTuple):
     """A backend: its name, the reasons why it refuses a call, and the function that computes a call.
 
     reasons(call, need_weights): why it cannot take the call; empty if it can. run(call, need_lse, need_weights):
-    (output, lse, weights), None for a result that is not needed. Backends of `attention` also take
-    `learned`: whether dispatch/replay.py counts calls of this kind.
+    (output, lse, weights), None for a result that is not needed. For `attention`, run also takes `learned`: whether
+    dispatch/replay.py counts calls of this kind.
     """
 
     name: str

@@ -200,7 +200,7 @@ class Replay(Checked):
 
     @staticmethod
     def of(tensors, numbers, call, chosen):
-        """Return the Replay of a call, or None or 0 from `repeats.record` if its launches were not recorded."""
+        """Return the Replay of a call; None if its launches cannot be recorded, 0 if those of a later call may be."""
         return_lse, return_weights, _, grad = numbers[-4:]
         save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         options = return_lse, return_weights, save, chosen.name

@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how to sum the bias gradient: a sum per row ("rows") or key ("keys"), over "planes", or none ("pairs")."""
+    """Return how to sum the bias gradient: by row ("rows"), key ("keys"), over heads ("planes"), or not ("pairs")."""
     batch, heads, rows, keys = sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"

@@ -67,7 +67,7 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
 
 
 def words_by_keys(call, kind):
-    """Return a call's mask_bits with rows and keys swapped in each block, or None. kind: `run.kind_of` their reader."""
+    """Return mask_bits with rows and keys swapped in each block, or None. kind: `run.kind_of` the kernel to read it."""
     if call.mask_bits is None:
         return None
     words = call.mask_bits.new_empty(call.mask_bits.shape)

@@ -42,7 +42,7 @@ def _argument(name):
 
 
 def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOPPER) -> list[str]:
-    """Return the reasons why a Hopper kernel does not support a call, or []. known: its options. forms: its tiles."""
+    """Return reasons why a Hopper kernel cannot take a call, or []. known: options it supports. forms: its tiles."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
     lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
     if call.query.dtype not in (torch.float16, torch.bfloat16):

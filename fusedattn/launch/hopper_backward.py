@@ -21,13 +21,13 @@ def unit(call: Call) -> tuple[int, int]:
 
 
 def _is_table(call, score):
-    """Return whether products also subtract row statistics. Dropout, scaled scores, wide heads and dq forbid it."""
+    """Return whether products subtract row statistics: not with dropout, scaled scores, wide heads or the kernel dq."""
     plain = call.seed is None and score.softmax_scale is not None and not arguments.sums_sinks_by_row(call)
     return plain and hopper.row_width(call) <= tile_table.ONE_PASS
 
 
 def _are_rows(call):
-    """Return whether row statistics of wide heads are (rows, 4), which packed rows, dq, dkdv and dbias need."""
+    """Return whether row statistics of wide heads are (rows, 4), as packed rows and kernels dq, dkdv and dbias need."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
 
 

@@ -20,7 +20,7 @@ from .schema import DECODE, ROTARY, by_kernel, fill, new_results
 
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
-    """Call `repeats.repeat` for a Decode. what: operator and options. record: `launch`, for a Decode without data."""
+    """Repeat an earlier Decode's launches, if any. what: operator, options. record(recorder, meta Decode) launches."""
     call, shared, columns = decode.call, keys_hold_values(decode), decode.value_cache.shape[3]
     kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
     own: dict[str, Any] = {name: x for name, x in decode._asdict().items() if isinstance(x, Tensor) or x is None}

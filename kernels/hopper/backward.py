@@ -49,9 +49,9 @@ class Form(NamedTuple):
     """Compile-time constants. Shared memory has STAGES tiles of q and of do, and BIAS_TILES of a bias.
 
     DQ_AT: when a step of 64 rows stores its dq. 0: before it computes the next weights. 1: between their exponentials
-    and dropout. 2: after dropout and masks. dq takes 32 registers until it is stored (D 64: 16).
-    REGISTERS: (per multiplying thread, per other thread). GROUP query heads share a kv head. TOP_LEFT: as in
-    `span.band`. COLUMNS: (D, Dv) if GradK and GradV are Views, otherwise ().
+    and dropout. 2: after dropout and masks. dq takes 32 registers until it is stored (D 64: 16). REGISTERS: (per
+    multiplying thread, per other thread). GROUP query heads share a kv head. TOP_LEFT aligns row 0 with key 0, not the
+    last ones. COLUMNS: (D, Dv) if GradK and GradV are Views, otherwise ().
     """
 
     STAGES: int

@@ -24,7 +24,7 @@ OPERANDS_STAY = gl.constexpr(VERSION < (3, 9))
 
 
 class Keys(NamedTuple):
-    """A warpgroup's keys: their indices, the first row that sees each, the band, and the ranges of `visits.extent`.
+    """A warpgroup's keys: indices, first row that sees each, the band, and their row blocks (`visits.extent`).
 
     counters: Philox counters of dropout, one for each two keys, or ().
     """
@@ -114,7 +114,7 @@ def ones(KEYS: gl.constexpr):
 
 @gluon.jit
 def _numbers(rows, step, which: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return part `part` of PARTS of a step's table of row statistics, [16, rows]. which: 0 for scores, 1 for dp."""
+    """Return a step's table of row statistics, [16, rows], or its part `part`. which: 0 for scores, 1 for dp."""
     ROWS: gl.constexpr = rows.shape[-2]
     COUNT: gl.constexpr = ROWS // PARTS
     tables = ring.slot(rows, step).reshape([2 * ROWS, 16])
@@ -149,8 +149,8 @@ def begin_dp(v, do, shared, step, zero, part: gl.constexpr = 0, PARTS: gl.conste
 def hide(p, first, earliest, band, score, words):
     """Return the weights p, [keys, rows from `first` on], with 0 where the band (causal, window) or a mask hides them.
 
-    words, unless None: for each 64 rows an argument of `noting.load_words`, with a mask word for each key. earliest is
-    from `span.first_to_see`. band.high is at least band.low (`arguments.band`), even if no row sees any key.
+    words, unless None: for each 64 rows, a mask word for each key, as `noting.load_words` reads it. earliest: first row
+    that sees a key. band.high is at least band.low (`arguments.band`), even if no row sees any key.
     """
     # An impure instruction makes the compiler keep the caller's `if`. Otherwise each step would compute this.
     first = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=gl.int32, is_pure=False, pack=1)
@@ -226,7 +226,7 @@ def powers(
 
 @gluon.jit
 def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the weights p of `powers` after dropout and masks. words: as in `hide`. plane: of the query head.
+    """Return the weights p of `powers` after dropout and masks. words: as in `hide`. plane: the query head.
 
     Hidden weights become 0, dropped ones negative. In a dropped int32 (softcap) the high half is 0, the low negative.
     """

@@ -15,7 +15,7 @@ else:
 
 @builtin
 def as_blocks(tensor_desc, memory, _semantic=None):
-    """Return shared memory as blocks of a descriptor with the same number of rows and the same element size."""
+    """Return a view of shared memory in blocks of a descriptor, which has the same rows and element size."""
     block = list(tensor_desc.block_type.shape)
     shape = [memory.shape[0] * memory.shape[-1] // block[-1], *block]
     return _semantic.memdesc_reinterpret(memory, tensor_desc.dtype, shape, tensor_desc.layout)

@@ -27,9 +27,9 @@ TILES_OF_K = gl.constexpr(4)  # number of tiles of k if STAGES is 1; each then h
 class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
-    PARTS blocks of Q or K, side by side, are a tile; if STAGES is 1, each block of K is a tile. TOP_LEFT: as in
-    `span.band`. PAGE: keys of a page, or 2**30 without pages. WARPGROUPS multiply, in turns if PING_PONG. STAGES: tiles
-    of V, and of K (TILES_OF_K if STAGES is 1). REGISTERS: (per multiplying thread, per copying thread).
+    PARTS blocks of Q or K, side by side, are a tile; if STAGES is 1, each block of K is a tile. TOP_LEFT aligns row 0
+    with key 0, not the last ones. PAGE: keys of a page (2**30 if none). WARPGROUPS multiply, in turns if PING_PONG.
+    STAGES: tiles of V and K (K: TILES_OF_K if 1). REGISTERS: (per multiplying thread, per copying thread).
     """
 
     HEADS: int
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 class Stored(NamedTuple):
     """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
 
-    Lse and Stats are as in kernels/forward.py, and None if there are partials.
+    Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`) are contiguous, and None if there are partials.
     """
 
     Wide: memory.View
@@ -61,7 +61,7 @@ def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
     """Return a program's n-th block of rows: (first row, Plane, Band, part of columns, last, count, full, full_end).
 
     It visits `count` blocks of keys, from `last` down. Warpgroup g needs no mask for blocks full .. full_end - 1. With
-    tile lists these four are (): the notes have the rest.
+    tile lists the last four are (): notes have the rest.
     """
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
@@ -306,15 +306,15 @@ def forward(
 ):  # fmt: skip
     """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
-    Exactly one of Out, stored.Wide, of (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are
-    TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q
-    or K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has.
-    Bias, or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
-    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists: as in kernels/forward.py.
+    Exactly one of Out, stored.Wide, of (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are TMA
+    descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q or
+    K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has. Bias,
+    or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
+    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists is None if only causal and window hide pairs.
 
     planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
-    columns. `section` is as in schedule.py. If only one side of the band is bounded, as by causal, a program with
-    several blocks takes them in pairs; planes must then be even.
+    columns. A `section` of planes is done before the next. If only one side of the band is bounded, as by causal, a
+    program with several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors of Q, K, V and Out are ragged,
     and `used`, an int32 tensor with one element, is the number of used slots. If caches (`work.Caches`) are not None, K

@@ -16,8 +16,8 @@ from .layouts import WARPS
 class Form(NamedTuple):
     """Compile-time constants of `grad_product`: GROUP query heads per kv head; COLUMNS of the gradient.
 
-    A block sums MEMBERS query heads. ACROSS programs split its columns. OF_K: its rows are keys. TOP_LEFT: as in
-    `span.band`. Shared memory has STAGES tiles of each factor. REGISTERS: (per multiplying thread, per other one).
+    A block sums MEMBERS query heads. ACROSS programs split its columns. OF_K: its rows are keys. TOP_LEFT aligns row 0
+    with key 0, not the last ones. STAGES: tiles of each factor. REGISTERS: (per multiplying thread, per other one).
     """
 
     GROUP: int
@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Shared memory of `grad_product`: rings of ds and of products. others: right factors, with the barriers of ds."""
+    """Shared memory of `grad_product`: rings of ds and of products. others: right factors, guarded by ds' barriers."""
 
     ds: ring.Ring
     others: gl.shared_memory_descriptor
@@ -179,8 +179,8 @@ def grad_product(
 
     If OF_K and GradScores has weights, Product is dv = p.T @ grad_out. heads counts heads of Product; planes and
     section count them times ACROSS; before counts kv heads. Other arguments are as in `stored_backward`. Blocks have 64
-    rows. The columns of a block of GradScores, or its rows if OF_K, are 128 rows of Product. A program takes two blocks
-    of Product at a time. tile_lists are by rows of Product. A float32 Product is a View, and threads store it.
+    rows. Columns (rows if OF_K) of a block of GradScores are 128 rows of Product. A program takes two blocks of Product
+    at a time. tile_lists are by rows of Product. A float32 Product is a View, and threads store it.
     """
     STAGES: gl.constexpr = form.STAGES
     TILE: gl.constexpr = 2 * Others.block_type.shape[-2]

@@ -13,7 +13,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 
 
 class Rows(NamedTuple):
-    """Rows of a warpgroup, with the options, band and head of their scores. plane is one split of head, or equals it.
+    """Rows of a warpgroup, with the options, band and head of their scores. plane: a split of `head`, or `head` itself.
 
     counters: Philox counters of dropout, one for each two rows, or ().
     """
@@ -37,7 +37,7 @@ def _largest(s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(state, s, scale):
-    """Return the results of `softmax.step` for scores s. COLUMNS partial sums of a row are not added across threads."""
+    """Return `softmax.step` of scores s. A 2-d row_sum keeps COLUMNS partial sums a row, not added across threads."""
     ROWS: gl.constexpr = s.shape[0]
     ROW: gl.constexpr = state.row_max.type.layout
     largest = _largest(s, ROW)

@@ -73,7 +73,7 @@ def _plane(dropout, plane):
 
 @triton.jit
 def word(dropout, plane, r, c):
-    """Return random words like `four`, but for an unaligned origin: with four times as many Philox calls."""
+    """Return a random word for each pair (r, c) of an unaligned origin, with 4 times the Philox calls of `four`."""
     row, key = dropout.origin.unaligned
     r, c = tl.broadcast(r + row, c + key)
     low, high = (r >> 4) * 8 + (r & 7), (c >> 4) * 8 + (c & 7)

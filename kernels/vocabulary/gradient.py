@@ -32,7 +32,7 @@ class Grads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Incoming gradients: Views for the output and for the weights (or None), and the Rows of `preprocess`."""
+    """Incoming gradients: Views for the output and the weights (or None). rows: row statistics from `preprocess`."""
 
     grad_out: memory.View
     grad_weights: memory.View

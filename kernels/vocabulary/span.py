@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each of which counts as a batch: the slots and extents that `sequences.fill_slots` wrote."""
+    """Packed sequences, each a batch. slots: (sequence, block). extents: (first row, rows, first key, keys)."""
 
     slots: tl.tensor
     extents: tl.tensor
@@ -162,7 +162,7 @@ def first_to_see(b, c):
 def blocks(b, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return (begin, full, full_end, end) of the key blocks that rows first .. first + ROWS - 1 see.
 
-    Every row sees every key of blocks [full, full_end), which need no mask. [begin, full) and [full_end, end) do:
+    Every row sees every key of blocks [full, full_end), which need no mask. [begin, full) and [full_end, end) need one:
 
                  begin    full       full_end   end
         first      |  . x x|x x x x x x x|x .     |
