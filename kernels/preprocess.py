@@ -67,13 +67,13 @@ def preprocess(
     spec: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write Rows, usually (B, Hq, Sq, 4): softmax pivot, neg_log2_sum, delta and dlse. Zero or copy other buffers."""
-    # Rows is incoming.rows. Hopper's backward kernels may read other layouts: (B, Hq, 4, pitch), with pitch at least
-    # Sq; or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None. Stats has
-    # COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous. Weights and
-    # incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even if its
-    # incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless None, is
-    # set to 0, because other kernels add to it. With UNIT it is the Sums of `postprocess`, (B, Hq, Sq rounded up to
-    # UNIT, WIDTH). Turns, unless None, is set to 0. It has the int32 counters of hopper/turns.py: one for program
+    # Rows is incoming.rows, contiguous. Hopper's backward kernels may read other layouts: (B, Hq, 4, pitch), with pitch
+    # at least Sq; or, if Rows is bfloat16, the layout of `_store_added`, which needs score. Otherwise pitch is None.
+    # Stats has COLUMNS as in `saved_stats`, or only row_max and log2_sum. Stats and GradLse (or None) are contiguous.
+    # Weights and incoming.grad_weights are Views of (B, Hq, Sq, Sk), or None. A row that saw nothing has delta 0, even
+    # if its incoming gradients are NaN. If no gradient of scores is wanted, Out is None and delta is 0. GradQ, unless
+    # None, is set to 0, because other kernels add to it. With UNIT it is the Sums of `postprocess`, (B, Hq, Sq rounded
+    # up to UNIT, WIDTH). Turns, unless None, is set to 0. It has the int32 counters of hopper/turns.py: one for program
     # numbers, and two for each row. With UNIT, by_row, a `row_sums.ByRow`, gets each row's gradients of its bias and
     # sink. shown, unless None, gets copies with hidden rows set to 0. small is 1 if a Hopper kernel follows and a
     # softcap keeps scores small, otherwise None.

@@ -57,7 +57,7 @@ def _result(call, grad, columns):
 
 
 def _dq_at(call, in_order):
-    """Return DQ_AT of `backward.Form`, when a step stores dq: the latest with few register reloads (bench/NOTES.md)."""
+    """Return when a step stores dq (`backward.Form`): the latest point with few register reloads (bench/NOTES.md)."""
     given = hopper.heavy_options(call)
     if len(given) == 2 and call.seed is not None:
         return 1

@@ -273,8 +273,8 @@ def stored_backward(
     A program takes two blocks of keys. A `section` of planes is done before the next. heads is Hkv. tile_lists, unless
     None, are by keys, with tiles of 128 rows and 128 keys. rules.masks.bits has words from `transpose_words`. Tensors
     are TMA descriptors, in blocks of 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half).
-    Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of as many rows as Q. Bias, None if equal for all rows or keys,
-    is (B, Hq, Sq, Sk) in 64 x 64 blocks. GradScores is written at `visits.stored_blocks`. A float32 GradV is a View.
+    Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of Q's rows. Bias, None if equal for all rows or keys, is (B or
+    1, Hq or 1, Sq, Sk) in 64 x 64 blocks. GradScores is written at `visits.stored_blocks`. A float32 GradV is a View.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
     ragged. GradScores has the rows of the longest sequence, and whole tiles of keys for each (`visits.first_key`).
