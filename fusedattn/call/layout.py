@@ -97,7 +97,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def narrow(tensor: Any) -> Any:
-    """Undo an expand of a tensor, or None: keep one element along each dimension with stride 0."""
+    """Undo an expand: keep one element along each dimension with stride 0. None stays None."""
     if tensor is None or 0 not in tensor.stride():
         return tensor
     return tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()])]

@@ -127,7 +127,7 @@ class Call(NamedTuple):
     tensors, slices by batch and head, and the limits of a backend are derived from these declarations.
 
     seed is one int64 if dropout_p is not 0, otherwise None. block_mask (1 or B, 1 or Hq, blocks of queries, blocks of
-    keys) is int16 or int32, as kernels/vocabulary/masks.py defines it, and mask_bits has the bits of its blocks.
+    keys) is int16 or int32; kernels/vocabulary/masks.py explains its entries. mask_bits has the bits of its blocks.
     Both come from a Plan (mask is then None), or from the masks of the call. Row i sees the keys diagonal + i - left to
     diagonal + i + right; None is unbounded. diagonal is 0 if top_left, otherwise Sk - Sq; an origin's shift is added.
 
@@ -138,7 +138,7 @@ class Call(NamedTuple):
 
     deterministic: gradients have the same bits in each run, whatever torch's own setting. named: the caller named the
     backend, so no other may take the call. origin: the fields of an Origin, or None. partial: the rows also see keys
-    outside of the call. Output and gradients of query, key and value are then float32 (float64 for float64), and the
+    outside of the call. Output and gradients of query, key and value are then float32 (float64 for float64). The
     backward may get statistics of the softmax over all keys.
     """
 

@@ -258,7 +258,7 @@ class Explanation(NamedTuple):
 
     backend: the backend that takes the call; None if the call would raise. tiles: {kernel: Tile, Pipeline or Backward}.
     reasons: {other backend: [sentence, ...]}. backward: on a Hopper GPU, why the backward runs the kernels of "triton",
-    not of "hopper"; for "cpu", why the naive formula computes the gradients, if inputs require them; otherwise empty.
+    not of "hopper". For "cpu", why the naive formula computes the gradients, if inputs require them. Otherwise empty.
     If no input requires a gradient, `tiles` and `backward` are for gradients of query, key and value.
     """
 

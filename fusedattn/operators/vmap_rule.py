@@ -1,8 +1,8 @@
 """torch.vmap of the operators: mapped calls are folded into one call, or made one by one.
 
-Dense calls join along the batch, packed calls become one call with all sequences; each drops different weights.
-Calls are made one by one if they need equal dropout (randomness="same", or derivatives of a call that was not mapped
-itself), if seeds or mask_bits are mapped, or for packed sequences with sinks on the backend "cpu".
+Dense calls join along the batch, packed calls become one call with all sequences; each drops different weights. Calls
+are made one by one if seeds or mask_bits are mapped, or for packed sequences with sinks on the backend "cpu". So are
+calls that need equal dropout: with randomness="same", or in derivatives of a call that was not mapped itself.
 """
 
 import re

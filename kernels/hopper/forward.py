@@ -45,7 +45,7 @@ class Spec(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Outputs that threads store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
+    """Outputs that threads, not TMA, store. Wide (float32 View) or partials (Partials) replaces Out; both may be None.
 
     Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`) are contiguous, and None if there are partials.
     """
@@ -308,7 +308,7 @@ def forward(
 
     Exactly one of Out, stored.Wide, of (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are TMA
     descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q or
-    K are a tile; blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has. Bias,
+    K are a tile. Blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has. Bias,
     or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
     `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists is None if only causal and window hide pairs.
 
@@ -316,9 +316,9 @@ def forward(
     columns. A `section` of planes is done before the next. If only one side of the band is bounded, as by causal, a
     program with several blocks takes them in pairs; planes must then be even.
 
-    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors of Q, K, V and Out are ragged,
-    and `used`, an int32 tensor with one element, is the number of used slots. If caches (`work.Caches`) are not None, K
-    and V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
+    sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors of Q, K, V and Out are ragged.
+    `used`, an int32 tensor with one element, is the number of used slots. If caches (`work.Caches`) are not None, K and
+    V are ragged descriptors of (1, H, rows of all pages, D), and k_len is the capacity.
     """
     GROUPS: gl.constexpr = spec.WARPGROUPS
     STAGES: gl.constexpr = spec.STAGES

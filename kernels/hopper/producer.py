@@ -13,8 +13,8 @@ from .work import block_of_rows, extent, split
 class Steps(NamedTuple):
     """Blocks of keys that a block of rows visits, in `count` steps; the first is at block `start`.
 
-    Without tile lists the blocks are start, start - 1 and so on. With tile lists the first `masked` steps need a mask,
-    and the entry of step i is at lists[0] + i if i < masked, otherwise at lists[1] + i.
+    Without tile lists the blocks are start, start - 1 and so on. With tile lists the first `masked` steps need a mask.
+    The entry of step i is at lists[0] + i if i < masked, otherwise at lists[1] + i.
     """
 
     count: gl.tensor

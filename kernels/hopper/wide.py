@@ -75,7 +75,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, program, GROUP: gl.constexpr, COUNT
 
 @gluon.jit
 def _multiply(g: gl.constexpr, shared, chunk, x, BEGIN: gl.constexpr, END: gl.constexpr):
-    """Add to x the products of chunks BEGIN .. END - 1 of a product whose chunk 0 is `chunk`; leave one in flight.
+    """Add to x the products of chunks BEGIN .. END - 1, counted from chunk `chunk` of the ring; leave one in flight.
 
     x is [keys, rows]. With BEGIN 0 it is overwritten. Chunks are released once they have been read, except the last.
     """
@@ -158,8 +158,8 @@ def wide_backward(
 ):  # fmt: skip
     """Write Weights and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads from index `before` on.
 
-    Arguments are as in `stored.stored_backward`. Blocks of Q and GradOut have 128 rows and 64 columns, those of K and V
-    128 keys and 64 columns, those of Weights and GradScores 64 keys and 128 rows.
+    Arguments are as in `stored.stored_backward`. Blocks of Q and GradOut have 128 rows and 64 columns. Those of K and V
+    have 128 keys and 64 columns, those of Weights and GradScores 64 keys and 128 rows.
     """
     TILE: gl.constexpr = K.block_type.shape[-2]
     WIDTH: gl.constexpr = K.block_type.shape[-1]

@@ -12,10 +12,10 @@ from .softmax import LOG2E
 class Score(NamedTuple):
     """Options of scores, made by `score`; an absent one is None.
 
-    Products q @ k.T are multiplied by scale in `apply`, or else by softmax_scale inside the softmax; with a cap, by
-    slope_at_zero = scale / cap inside the tanh. bias is a View of (B, H, Sq, Sk); slopes (ALiBi) and sinks have one
-    number for each head. shift, or None for 0, is added to the position of each row. rough is 1 if the tanh may have an
-    absolute error of 5e-7, because inputs have 16 bits; otherwise None.
+    Products q @ k.T are multiplied by scale in `apply`, or else by softmax_scale inside the softmax. With a cap, they
+    are multiplied by slope_at_zero = scale / cap inside the tanh. bias is a View of (B, H, Sq, Sk); slopes (ALiBi) and
+    sinks have one number for each head. shift, or None for 0, is added to the position of each row. rough is 1 if the
+    tanh may have an absolute error of 5e-7, because inputs have 16 bits; otherwise None.
     """
 
     scale: tl.tensor
