@@ -237,7 +237,7 @@ def plan(
         >>> plan = fusedattn.plan(lambda b, h, i, j: (i >= j) | (j < 40), rows=4096, keys=4096)
 
     A plan keeps 2 bytes for each block of 64 x 64 pairs (4 if over 32,764 differ), and a bit for each pair in a partly
-    visible block. Equal blocks are kept once. In torch.compile or transforms all keep 4 bytes and bits.
+    visible block. Equal blocks are kept once. Under torch.compile or transforms, each block keeps 4 bytes and its bits.
 
     Args:
         mask, key_mask, query_mask: as in `attention`, at least one. A call with a plan takes no other masks. The plan
