@@ -49,8 +49,8 @@ class Plan(NamedTuple):
     block_mask (1 or B, 1 or Hq, blocks of queries, blocks of keys), int16 or int32, has an entry for each 64 x 64
     pairs: 0 if no pair is visible, 1 if all are, 2 if only key_mask hides some, or from 3 on an index of mask_bits.
     mask_bits (n, 64), int64, has a bit for each pair of a partly visible block. Equal blocks are kept once, but not
-    under torch.compile or transforms. Without a mask of pairs it is None. key_mask and query_mask are the caller's
-    tensors and must not change. shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
+    under torch.compile or transforms. mask_bits is None without a mask of pairs. key_mask and query_mask are the
+    caller's tensors, which must not change. shape is (B, Hq, Sq, Sk) of the calls, or 1 where the masks broadcast.
     """
 
     block_mask: Tensor | None

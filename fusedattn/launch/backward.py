@@ -36,7 +36,7 @@ class _Pass(NamedTuple):
 
 
 def _bias_sum(call):
-    """Return how to sum the bias gradient: by row ("rows"), key ("keys"), over heads ("planes"), or not ("pairs")."""
+    """Return how to sum a bias gradient: by row ("rows"), key ("keys"), batch or head ("planes"), or not ("pairs")."""
     batch, heads, rows, keys = sizes(call)
     if call.bias.shape[3] == 1:
         return "rows"

@@ -81,7 +81,7 @@ L2_BYTES = 32 << 20  # limit on keys and values of the heads that are scheduled 
 # The same limit for queries and incoming gradients in STORED kernels. PRODUCTS kernels use half of it. Without a limit
 # the backward takes 1.25 times as long at 1024 tokens, and 1.17 times at 2048, on an H200.
 SECTION_BYTES = 16 << 20
-# Limits by width, for calls without and with a band: a program takes several blocks of rows if a row sees no more keys.
+# Limits by width, without and with a band: a program takes several blocks of rows if a row sees at most this many keys.
 # With more keys, one block per program was 0.98 to 1.04 times as fast on an H200 (bench/NOTES.md).
 SHARED_KEYS = {128: 16384}
 SHARED_KEYS_OF_BANDS = {64: 4096, 128: 16384, 192: 2048, 256: 2048, 512: 2048}

@@ -153,7 +153,7 @@ def drop(dropout, p, plane, r, c):
 def sign_by(dropout, p, words):
     """Return p, negative where dropped, from random words in the layout of p: `sign_dropped` for Gluon.
 
-    int32 p (softcap): high half p scaled, low half p * dcap. If dropped, high is 0 and low negative.
+    An int32 p (softcap): the high half is p scaled, the low half p * dcap. If dropped, high is 0 and low negative.
     """
     dropped = (p & 0xFFFF) ^ 0x8000 if p.dtype == tl.int32 else -p
     return tl.where(_not_below(dropout, words), p, dropped)
