@@ -10,8 +10,7 @@ OTHERS := 3.6.0 3.9.0# the oldest and the newest Triton that we support
 COMPILED := $(addprefix tests/,ptx launch dispatch/test_launch_path.py cli/test_warmup.py offline/test_compile.py)
 INTERNALS := $(addprefix tests/,dispatch/test_launch_path.py launch/test_failures.py cli/test_warmup.py)
 # Calls that `make versions` executes by the compiled kernels of a version.
-CALLS_3.6.0 := slopes sinks decode:_new_keys_in_pages \
-	$(addprefix hopper_,D128 packed_causal_D128 D512_causal)
+CALLS_3.6.0 := slopes sinks decode:_new_keys_in_pages hopper_packed_causal_D128
 CALLS_3.9.0 := hopper_window hopper_packed_causal_D128
 CALLS_OF = $(CALLS_$(1):%='tests/ptx/test_calls.py::test_a_call_by_its_compiled_kernels[%-sm_90]')
 
@@ -55,7 +54,7 @@ benchmarks: $(READY) ## test the benchmarks and the commands
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/bench tests/cli $(ARGS)
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## test Triton internals and a few calls, with the oldest and the newest Triton
-	$(foreach v,$(OTHERS),PYTHONPATH=.triton-$(v) $(PYTEST) $(INTERNALS) $(call CALLS_OF,$(v)) &&) true
+	$(foreach v,$(OTHERS),PYTHONPATH=.triton-$(v) $(PYTEST) $(INTERNALS) $(call CALLS_OF,$(v)) -k "not little_time" &&) true
 	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu --dtype bfloat16
 
 older-cpu: $(READY) ## test the CPU backend and Hugging Face models, without AVX-512

@@ -59,6 +59,7 @@ def equal(function, mask, options=(), backends=("naive", "triton")):
 
 
 @pytest.mark.parametrize(("name", "make", "formula"), PATTERNS, ids=[name for name, *_ in PATTERNS])
+@pytest.mark.one_in(2)
 def test_a_pattern_equals_its_formula(name, make, formula, device):
     with torch.device(device):
         function = make()

@@ -66,7 +66,7 @@ def test_a_backward_is_repeated_where_nothing_but_numbers_changed(device, poison
 
 @pytest.mark.parametrize("backend", ["triton", None])
 @pytest.mark.parametrize("name, grads", [*((name, True) for name in OPTIONS), ("masks", False), ("added", False)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_other_tensors_of_the_same_kind(name, grads, backend, device, poison, found):
     for again in range(3):
         inputs, options = draw(device, requires_grad=grads), OPTIONS[name](SQ, SK, device)

@@ -126,7 +126,7 @@ def opcheck(operator, arguments, symbolic):
 def each(some=lambda call: True):
     """Return test parameters (backend, name) of some calls, of which `make test` runs fewer by kernels."""
     names = {backend: [name for name, call in calls.items() if some(call)] for backend, calls in TABLES.items()}
-    return one_in(6, product(["triton"], names["triton"])) + one_in(3, product(["cpu"], names["cpu"]))
+    return one_in(11, product(["triton"], names["triton"])) + one_in(5, product(["cpu"], names["cpu"]))
 
 
 def drawn(backend, name, device):

@@ -64,7 +64,7 @@ CALLS |= {"shared caches": functools.partial(of_caches, True, shared=True, new=0
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_launches_are_repeated_for_other_tensors(name, device, poison, launched, record_after):
     record_after(2)
     for again in range(3):

@@ -274,6 +274,7 @@ def test_a_block_mask_has_no_gradient(device):
 
 
 @pytest.mark.parametrize("options", [{}, dict(dropout_p=0.5, seed=3)], ids=["plain", "dropout"])
+@pytest.mark.one_in(2)
 def test_derivatives_by_name(options, device, backend):
     """Operators called by name have derivatives, even if the forward saved nothing, or no gradient comes in."""
     if backend == "cpu" and options:

@@ -81,7 +81,7 @@ def computed(kind, inputs, attend):
 @pytest.mark.parametrize("backend", ["naive", "cpu", "triton"])
 @pytest.mark.parametrize("call", [dense, dropped, packed, merged, cached], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_the_numbers_are_those_of_plain_tensors(name, call, backend, device):
     if backend == "cpu" and call is dropped:
         pytest.skip("the backend knows no dropout")

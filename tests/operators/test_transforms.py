@@ -74,7 +74,7 @@ def _transformed(transform, backend, options, *inputs):
 
 
 @pytest.mark.parametrize(("transform", "name"), product(TRANSFORMS, OPTIONS)[::5])
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(16)
 def test_transforms(transform, name, backend, device):
     options, inputs = OPTIONS[name](SQ, SK, device), _draw(device, torch.float32)
     got = _transformed(transform, backend, options, *inputs)
@@ -100,7 +100,7 @@ def test_a_direction_may_depend_on_the_point(backend, device):
 
 
 @pytest.mark.parametrize(("first", "second", "third", "name"), product(*[("forward", "reverse")] * 3, OPTIONS)[::5])
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(13)
 def test_third_derivatives(first, second, third, name, backend, device):
     """Third derivatives are right in each order of forward and reverse mode; a lost derivative would be 0."""
 
