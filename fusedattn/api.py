@@ -9,10 +9,10 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from .call import jagged
+from .call.checks import check_flags, check_floating, check_place, fail, overridable, overriding
 from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import Arguments, Plan, non_default
 from .call.plan import make_plan
-from .call.rules import check_flags, check_floating, check_place, fail, overridable, overriding
 from .call.varlen import checked_varlen
 from .dispatch import backends, replay
 from .operators import dtensors

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .call import bits
+from .call.checks import check_bool, check_number, check_strided, fail
 from .call.options import Plan
-from .call.rules import check_bool, check_number, check_strided, fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from . import api
+from .call.checks import check_flags, check_names, overridable
 from .call.options import Arguments
-from .call.rules import check_flags, check_names, checked, overridable
+from .call.rules import checked
 from .dispatch.replay import results
 from .naive import formula
 from .naive.pairs import prepared

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import rules
+from . import checks, rules
+from .checks import check_dtype, check_floating, check_shape, fail, is_size
 from .layout import share, span
 from .options import INPUTS, Arguments, Call, differentiated, is_known
 from .private import has_storage, holds, storage
-from .rules import check_dtype, check_floating, check_options, check_query_key_value, check_shape, fail, is_size
+from .rules import check_options, check_query_key_value
 
 
 class CacheArguments(NamedTuple):
@@ -117,7 +118,7 @@ def _check_new(a: CacheArguments) -> None:
     for name, new in (("new_key", a.new_key), ("new_value", a.new_value)):
         check_dtype(name, new, a.query.dtype, a.query.device)
     new_key = a.new_key.shape
-    if len(new_key) != 4 or not rules.is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
+    if len(new_key) != 4 or not checks.is_shape((*new_key[:2], new_key[3]), (batch, heads, columns)):
         fail(ValueError, "new_key", f"shape ({batch}, {heads}, new, {columns})", new_key)
     fits = (*new_key[:3], a.value_cache.shape[3])
     check_shape("new_value", a.new_value, fits, why="as new_key has, with the columns of value_cache")
@@ -181,9 +182,9 @@ def _check_apart(a: CacheArguments) -> None:
     """Raise if an append to one cache would overwrite the other."""
     # value_cache may be the first columns of key_cache if new_value is these columns of new_key and nothing is rotated.
     pairs = (a.key_cache, a.value_cache), (a.new_key, a.new_value)
-    if not rules.in_memory(pairs[0]) or not share(*pairs[0]):
+    if not checks.in_memory(pairs[0]) or not share(*pairs[0]):
         return
-    alike = rules.in_memory(pairs[1]) and all(
+    alike = checks.in_memory(pairs[1]) and all(
         x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs
     )
     if not alike or a.rotary_cos is not None:

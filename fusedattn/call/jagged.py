@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import MASK, check_tensors, fail, got_for_mask
 from .options import Arguments
 from .private import eager, longest, ragged_dim
-from .rules import MASK, check_tensors, fail, got_for_mask
 
 
 def _check(query: Any, key: Any, value: Any) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import fail
 from .private import is_exporting, unmapped
-from .rules import fail
 
 
 @dataclass

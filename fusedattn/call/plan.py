@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from . import bits
+from .checks import as_python, check_bool, check_floating, fail, is_int, type_name, value
 from .layout import narrow
 from .options import Lengths, Plan, in_full
-from .rules import as_python, check_bool, check_floating, fail, is_int, type_name, value
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:

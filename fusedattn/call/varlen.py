@@ -4,12 +4,13 @@ from typing import Any
 
 import torch
 
-from . import rules
+from . import checks, rules
 from .bits import FULL, SOME
+from .checks import as_python, check_dtype, check_shape, fail, type_name
 from .options import Arguments, Call, Lengths, Plan, is_known
 from .padding import longest
 from .private import holds
-from .rules import as_python, check_dtype, check_options, check_query_key_value, check_shape, fail, type_name
+from .rules import check_options, check_query_key_value
 
 
 def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) -> None:
@@ -23,13 +24,13 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
             fail(ValueError, name, "shape (n + 1,), of n sequences", offsets.shape)
         if holds(offsets.shape[0] == 1, False) and holds(rows != 0, False):
             fail(ValueError, name, f"2 offsets or more, because {tensor} has {rows} rows", 1)
-        if most is not None and not rules.is_int(most):
+        if most is not None and not checks.is_int(most):
             fail(TypeError, longest_name, "an int or None", type_name(most))
         if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
         sides.append((name, longest_name, tensor, offsets, rows, most))
     count, count_k = (offsets.shape[0] for *_, offsets, _, _ in sides)
-    if not rules.is_size(count_k, count):
+    if not checks.is_size(count_k, count):
         fail(ValueError, "cu_seqlens_k", f"{count} offsets, as cu_seqlens_q has", count_k)
     for name, longest_name, tensor, offsets, rows, most in sides if values else ():
         if not is_known(offsets):
@@ -64,7 +65,7 @@ def checked_varlen(
     check_lengths(lengths, query.device, values=True)
     for name, mask in masks.items():
         if mask is not None:
-            rules.check_bool(name, mask, query.device)
+            checks.check_bool(name, mask, query.device)
             size = lengths.keys if name == "key_mask" else lengths.rows
             check_shape(name, mask, (size,), why=f"one for each row of {name.removesuffix('_mask')}")
     max_seqlen_q, max_seqlen_k = as_python(max_seqlen_q), as_python(max_seqlen_k)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..call import decode, rules
+from ..call import checks, decode, rules
+from ..call.checks import as_python, check_dtype, check_rank, check_shape, check_strided, fail, type_name
 from ..call.decode import CacheArguments
 from ..call.options import Arguments, is_known, override
 from ..call.padding import longest, padding
-from ..call.rules import as_python, check_dtype, check_rank, check_shape, check_strided, fail, type_name
 from ..naive.decode import rotated
 
 _PACKED = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
@@ -57,12 +57,12 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
     if type(sides).__module__ == "numpy" or isinstance(sides, Tensor) and not sides.is_meta:
         sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
-    if len(sides) != 2 or not all(map(rules.is_int, sides)):
+    if len(sides) != 2 or not all(map(checks.is_int, sides)):
         fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", repr(window_size))
     if min(sides) < -1:
         fail(ValueError, "window_size", "sides of 0 or more, or -1 for unbounded", sides)
     window = tuple(None if side == -1 else side for side in sides)
-    softcap = None if rules.is_number(softcap) and softcap == 0 else as_python(softcap)
+    softcap = None if checks.is_number(softcap) and softcap == 0 else as_python(softcap)
     scale = as_python(softmax_scale)
     return dict(scale=scale, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes)
 
@@ -78,7 +78,7 @@ def attend(names: Sequence[str], options: Sequence[Any], q: Any, k: Any, v: Any,
     # names: the caller's names for q, k, v and, if they differ, for the lengths. options: the options of
     # `flash_attn_func`, in its order. lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or none.
     dropout_p, *of_scores, deterministic, return_attn_probs = options
-    rules.check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
+    checks.check_flags(deterministic=deterministic, return_attn_probs=return_attn_probs)
     keywords = dict(scores(*of_scores), dropout_p=as_python(dropout_p), return_lse=return_attn_probs)
     translate = functools.partial(ask, dict(zip(_PACKED, names, strict=False)))
     with override(deterministic=deterministic), without_autocast_of_half(q):
@@ -113,7 +113,7 @@ def gather_pages(
         check_rank(name, x, layout)
     (pages, page), count = k.shape[:2], cu_seqlens_k.shape[0] - 1
     check_shape("v", v, (pages, page, *v.shape[2:]), why="with as many pages and keys as k")
-    rules.check_place("v", v, k.device, "k")
+    checks.check_place("v", v, k.device, "k")
     check_shape("block_table", block_table, (count, block_table.shape[1]), why="one row for each sequence")
     capacity = block_table.shape[1] * page if pages else 0
     if is_known(cu_seqlens_k):
@@ -124,7 +124,7 @@ def gather_pages(
             starts = torch.arange(block_table.shape[1], device=block_table.device) * page
             check_range("block_table", block_table[starts < cu_seqlens_k.diff()[:, None]], "pages", pages - 1)
     else:
-        most = max(0, min(capacity, max_seqlen_k)) if rules.is_int(max_seqlen_k) else capacity
+        most = max(0, min(capacity, max_seqlen_k)) if checks.is_int(max_seqlen_k) else capacity
         total = count * most
     table = block_table[:, : -(-most // max(page, 1))].clamp(0, max(pages - 1, 0)).long()
     packed = padding(cu_seqlens_k, total, most)
@@ -146,7 +146,7 @@ def lengths_of(cache_seqlens: Any, q: Tensor, k: Tensor | None, capacity: int) -
     if cache_seqlens is None and k is not None:
         fail(ValueError, "cache_seqlens", "an int or a tensor, because k is given", None)
     length = capacity if cache_seqlens is None else as_python(cache_seqlens)
-    if not rules.is_int(length):
+    if not checks.is_int(length):
         fail(TypeError, "cache_seqlens", "an int, a tensor or None", type_name(length))
     if not 0 <= length <= capacity:
         fail(ValueError, "cache_seqlens", f"a length from 0 to the capacity, {capacity}", length)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..api import attention
-from ..call import rules
+from ..call import checks, rules
+from ..call.checks import check_flags, check_place, check_tensors, fail, overridable, unfit
 from ..call.private import holds
-from ..call.rules import check_flags, check_place, check_tensors, fail, overridable, unfit
 
 
 @overridable
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
     check_tensors(**inputs)
     for name, tensor in inputs.items():
         jagged = query.is_nested and tensor.layout == torch.jagged
-        if not jagged and (got := rules.irregular(tensor)) is not None:
+        if not jagged and (got := checks.irregular(tensor)) is not None:
             fail(TypeError, name, "a dense tensor, or nested query, key and value of layout torch.jagged", got)
         if tensor.dim() < 2:
             fail(ValueError, name, "rank 2 or more", tensor.shape)
@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
         for name, tensor in inputs.items():
             if tensor.dim() < 3:
                 fail(ValueError, name, "rank 3 or more with enable_gqa", tensor.shape)
-            if not rules.divides(query.shape[-3], tensor.shape[-3]):
+            if not checks.divides(query.shape[-3], tensor.shape[-3]):
                 expected = f"a number of heads that divides the {query.shape[-3]} heads of query"
                 fail(ValueError, name, expected, f"{tensor.shape[-3]} heads")
     leading = _common({name: x.shape[: -3 if enable_gqa else -2] for name, x in inputs.items()})
@@ -121,9 +121,9 @@ def _common(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
         for axis in range(-len(shape), 0):
             if holds(common[axis] == 1, False):
                 common[axis] = shape[axis]
-            elif not rules.is_size(shape[axis], 1, common[axis]):
+            elif not checks.is_size(shape[axis], 1, common[axis]):
                 expected = f"leading dimensions that broadcast with {tuple(common)}"
-                gqa_fits = axis == -1 and name != "query" and rules.divides(common[axis], shape[axis])
+                gqa_fits = axis == -1 and name != "query" and checks.divides(common[axis], shape[axis])
                 hint = ": pass enable_gqa=True to share heads" * gqa_fits
                 fail(ValueError, name, expected, f"{tuple(shape)}{hint}")
     return tuple(common)
@@ -145,5 +145,5 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> None:
     if mask.dtype not in (torch.bool, torch.float32, dtype, *cast):
         allowed = " or ".join(map(str, dict.fromkeys((torch.bool, torch.float32, dtype, *cast))))
         fail(TypeError, "attn_mask", allowed, unfit(mask, "call .bool() or .float() on it"))
-    if mask.dim() < 2 or not rules.broadcasts(mask, scores):
+    if mask.dim() < 2 or not checks.broadcasts(mask, scores):
         fail(ValueError, "attn_mask", f"shape {scores}, or one of rank 2 or more that broadcasts to it", mask.shape)

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention_decode
+from ..call.checks import check_flags, fail, overridable
 from ..call.decode import CacheArguments, check_inputs
-from ..call.rules import autocast_dtype, check_flags, fail, overridable
+from ..call.rules import autocast_dtype
 from . import _bert_padding, _flash
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils import parametrize
 from torch.types import Device
 
-from ..call.rules import FLOATING, as_python, check_flags, check_place, check_shape, check_strided, fail, unfit
+from ..call.checks import FLOATING, as_python, check_flags, check_place, check_shape, check_strided, fail, unfit
 from ..layers.attention import attend, check_input, check_layer, check_sizes
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, register, sdpa, sdpa_provider

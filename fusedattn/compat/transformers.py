@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.bits import unpack
+from ..call.checks import check_strided, fail
 from ..call.options import Plan
-from ..call.rules import check_strided, fail
 from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
 

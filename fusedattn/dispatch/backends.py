@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..call import bits, jagged, options as of_calls
+from ..call.checks import check_flags, check_names, fail
 from ..call.decode import Decode
 from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
 from ..call.private import constant, eager, holds
-from ..call.rules import check_flags, check_names, checked, fail
+from ..call.rules import checked
 from ..call.varlen import checked_varlen
 from ..cpu import run as cpu
 from ..launch import tile_table, tuned

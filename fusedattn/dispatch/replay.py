@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..call import options as of_calls
+from ..call.checks import CLASSES, check_flags, in_memory, must_dispatch, plain
 from ..call.options import INPUTS, TENSORS, Arguments, Call, Plan, in_full, thread_overrides
 from ..call.private import TensorGuards, any_autocast, can_guard, can_replay, dispatch_modes, forward_level
-from ..call.rules import CLASSES, check_flags, checked, in_memory, must_dispatch, plain
+from ..call.rules import checked
 from ..launch import tile_table
 from ..launch.failures import failed_kernels
 from ..operators import attention, backward, dtensors, repeats, schema

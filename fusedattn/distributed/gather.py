@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
+from ..call.checks import check_rank, check_tensors, fail, overridable
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
 from ..call.private import eager
-from ..call.rules import Sizes, check_options, check_rank, check_tensors, fail, overridable
+from ..call.rules import Sizes, check_options
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..api import attention
 from ..call import options as of_calls
+from ..call.checks import check_flags, check_rank, fail
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.private import transforms_active
-from ..call.rules import Sizes, check_flags, check_options, check_rank, checked, fail
+from ..call.rules import Sizes, check_options, checked
 from ..dispatch import backends, replay
 from ..operators import dtensors, partial, schema
 from . import ranks as ranks_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.rules import fail
+from ..call.checks import fail
 from ..operators.dtensors import is_dtensor
 from .gather import gather_attention
 from .ring import ring_attention

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call.checks import fail
 from ..call.private import group_timeout, read_store, write_store
-from ..call.rules import fail
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
 MESSAGE = 300  # characters of an error message in a statement, which has to fit

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.checks import overridable
 from ..call.options import DIMS
 from ..call.private import eager
-from ..call.rules import overridable
 from . import ranks as ranks_of
 from .global_call import GlobalCall, attend
 from .parts import Compute, in_pieces

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.rules import check_place, fail, is_int, overridable, type_name
+from ..call.checks import check_place, fail, is_int, overridable, type_name
 from . import ranks as ranks_of
 from .ranks import Ranks
 

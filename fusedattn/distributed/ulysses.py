@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.checks import fail, overridable
 from ..call.layout import arrange
 from ..call.options import DIMS, INPUTS, WITH_DIM, Call, Origin, tensors as tensors_of, wide_dtype
 from ..call.private import eager
-from ..call.rules import fail, overridable
 from ..naive.formula import without_autocast
 from ..operators import flops, partial
 from ..operators.backward import gradients

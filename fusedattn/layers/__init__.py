@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from ..call.rules import as_python, check_floating, check_names, check_strided, fail
+from ..call.checks import as_python, check_floating, check_names, check_strided, fail
 from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
 
 

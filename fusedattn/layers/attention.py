@@ -7,9 +7,10 @@ from torch import Tensor, fx, nn
 from torch.types import Device
 
 from ..api import attention
-from ..call import rules
+from ..call import checks, rules
+from ..call.checks import FLOATING, FLOATS, as_python, check_flags, check_place, fail, type_name
 from ..call.options import Arguments, Plan
-from ..call.rules import FLOATING, FLOATS, as_python, check_flags, check_options, check_place, fail, type_name
+from ..call.rules import check_options
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
@@ -17,7 +18,7 @@ from ..distributed.parallel import ContextParallel, attend as attend_in_parallel
 def check_sizes(least: int = 1, **sizes: Any) -> list[int]:
     """Check that sizes are ints of `least` or more, and return them as Python ints, which compilers take."""
     for name, size in sizes.items():
-        if not rules.is_int(size):
+        if not checks.is_int(size):
             fail(TypeError, name, "an int", type_name(size))
         if not least <= size < 2**63:
             fail(ValueError, name, f"{least} or more, and less than 2**63", size)
@@ -26,8 +27,8 @@ def check_sizes(least: int = 1, **sizes: Any) -> list[int]:
 
 def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
     for name, dropout in dropouts.items():
-        rules.check_number(name, dropout, "a number from 0 to 1", 0, 1)
-    rules.check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
+        checks.check_number(name, dropout, "a number from 0 to 1", 0, 1)
+    checks.check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
     if dtype is not None and dtype not in FLOATING:
         fail(TypeError, "dtype", FLOATS, f"the {type_name(dtype)} {dtype!r}")
 
@@ -43,7 +44,7 @@ def check_input(
         check_place(name, tensor)
     fits = tensor.dim() == len(shape)
     for size, want in zip(tensor.shape, shape, strict=False):
-        fits = fits and (isinstance(want, str) or rules.is_size(size, want))
+        fits = fits and (isinstance(want, str) or checks.is_size(size, want))
     if not fits:
         why = f", because {name} was left out and is {source} by default" if source not in ("", name) else ""
         hint = ": pass a mask by its name" if tensor.dtype == torch.bool else ""
@@ -81,9 +82,9 @@ def _linear(inputs: int, outputs: int, bias: bool, **factory: Any) -> nn.Linear:
 
 def _add_head_dim(name: str, pairs: Any, sizes: tuple[int, ...] | None) -> Any:
     """Unsqueeze a mask or bias (B, Sq, Sk) to (B, 1, Sq, Sk). sizes: B, Sq and Sk; None if they are not known yet."""
-    if not isinstance(pairs, Tensor) or rules.irregular(pairs) is not None or pairs.dim() != 3:
+    if not isinstance(pairs, Tensor) or checks.irregular(pairs) is not None or pairs.dim() != 3:
         return pairs
-    if sizes is not None and not rules.broadcasts(pairs, sizes):
+    if sizes is not None and not checks.broadcasts(pairs, sizes):
         fail(ValueError, name, f"(B, Sq, Sk), broadcastable to {sizes}, because its rank is 3", pairs.shape)
     return pairs.unsqueeze(1)
 

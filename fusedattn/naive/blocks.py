@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.checks import plain
 from ..call.options import WITH_DIM, Call, Origin, diagonal
 from ..call.private import tracing
-from ..call.rules import plain
 
 # Bytes of a block's scores, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
 # times as long, forward and backward. Sizes from 2**20 to 2**23 differed little.

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.checks import fail, plain
 from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange
 from ..call.options import Call, is_known
 from ..call.private import holds, unmapped
-from ..call.rules import fail, plain
 from .varlen import of_batches
 
 WORTH = 2**13  # elements of a key cache that an extra call must skip to pay off: the call takes 0.1 ms on a CPU

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..call import options as of_calls
+from ..call.checks import fail, plain
 from ..call.layout import own_storage, row_major
 from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
-from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
 from ..naive import formula

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..call import options as of_calls
+from ..call.checks import plain
 from ..call.layout import arrange, dense
 from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside, has_storage, transforms_active
-from ..call.rules import plain
 from ..cpu import run as cpu
 from ..launch import tuned
 from ..launch.failures import failed_kernels, passed

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.checks import fail, plain
 from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_sizes, keys_hold_values, stand_in
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
-from ..call.rules import fail, plain
 from ..cpu import decode as cpu_decode
 from ..naive import decode as naive_decode, formula
 from . import flops, repeats, rules

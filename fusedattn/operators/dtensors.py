@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..call.checks import CLASSES, fail
 from ..call.layout import in_order, order
 from ..call.options import ATTENDED, DIMS as LETTERS, INPUTS, TENSORS, Call, Origin, tensors as tensors_of
-from ..call.rules import CLASSES, fail
 from .namespace import OPERATORS
 from .schema import BACKWARD, FORWARD, KERNELS
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..call.checks import in_memory
 from ..call.decode import CacheArguments, capacity
 from ..call.private import argument_names, flop_formulas
-from ..call.rules import in_memory
 
 # {operator: (number of matrix products over the query's head_dim, number over the value's head_dim)}
 PRODUCTS = dict(forward=(1, 1), backward=(3, 2), tangent=(3, 2), decode=(1, 1))

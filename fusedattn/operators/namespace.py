@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..call.checks import fail
 from ..call.options import differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
-from ..call.rules import fail
 from . import flops, repeats
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, float32
 
+from ..call.checks import in_memory
 from ..call.options import TENSORS, Call
 from ..call.private import can_replay
-from ..call.rules import in_memory
 from ..launch.failures import KernelUnavailable, Unrecordable
 
 MAX_KEPT = 1024  # kinds of calls to keep; then a new kind replaces the oldest

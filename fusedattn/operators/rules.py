@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import rules
+from ..call import checks, rules
+from ..call.checks import FLOATING, broadcasts, fail, is_shape
 from ..call.decode import CacheArguments, check_sizes
 from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
 from ..call.plan import check_fit, check_masks, pairs_of
 from ..call.private import holds
-from ..call.rules import FLOATING, Sizes, broadcasts, fail, is_shape
+from ..call.rules import Sizes
 from ..call.varlen import check_lengths
 from ..cpu import run as cpu
 from .schema import BACKWARD, FORWARD, TANGENT, stats_columns
@@ -23,7 +24,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
     """Raise if an operator cannot take a Call. capacity: that of the caches, checked before; None without them."""
     query = call.query
     if capacity is None:
-        rules.check_rank("query", query, "(B, H, S, D)")
+        checks.check_rank("query", query, "(B, H, S, D)")
         rules.check_query_key_value(query, call.key, call.value)
     (batch, heads, rows, _), keys = query.shape, call.key.shape[2] if capacity is None else capacity
     tokens = sizes = Sizes(query.device, query.dtype, batch, heads, rows, keys)
@@ -43,7 +44,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         if (x := getattr(call, name)) is not None:
             if name.endswith("_mask"):  # token masks cover all packed tokens; a mask or bias, the longest sequence
                 rules.check_tokens(name, x, tokens)
-            rules.check_rank(name, x, "(B, S)" if name.endswith("_mask") else "(B, H, Sq, Sk)")
+            checks.check_rank(name, x, "(B, S)" if name.endswith("_mask") else "(B, H, Sq, Sk)")
     for name in BY_HEAD:
         if (x := getattr(call, name)) is not None:
             rules.check_heads(name, x, query.device, (1, heads), (sizes.B, heads))
@@ -63,7 +64,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
             size = blocks.BLOCK
         shape = sizes.B, heads, -(-sizes.Sq // size), -(-sizes.Sk // size)
         dtype = torch.int16 if call.block_mask.dtype == torch.int16 else torch.int32
-        rules.check_dtype("block_mask", call.block_mask, dtype, query.device)
+        checks.check_dtype("block_mask", call.block_mask, dtype, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
     check_backend(call, backend, ("naive",) if capacity is None else ())
@@ -166,7 +167,7 @@ def check_block_mask(mask: Any, key_mask: Any, query_mask: Any, bias: Any, *fiel
         check_lengths(lengths, next(iter(masks.values())).device)
         for name, total in dict(key_mask=lengths.keys, query_mask=lengths.rows).items():
             if name in masks:
-                rules.check_shape(name, masks[name], (1, total), why="one for each packed token")
+                checks.check_shape(name, masks[name], (1, total), why="one for each packed token")
                 _check_longest(lengths.max_seqlen_q, lengths.max_seqlen_k, name)
     check_fit({name: pairs_of(name, x, lengths) for name, x in masks.items()})
 
@@ -174,9 +175,9 @@ def check_block_mask(mask: Any, key_mask: Any, query_mask: Any, bias: Any, *fiel
 def check_append(*arguments: Any) -> None:
     key_cache, value_cache, lengths, table, new_key, new_value, *rotary, _, backend = arguments
     check_backend(Call(new_key, new_key, new_value), backend)
-    rules.check_floating("key_cache", key_cache, None)
-    rules.check_rank("key_cache", key_cache, "(B, H, C, D)")
-    rules.check_rank("cache_seqlens", lengths, "(B)")
+    checks.check_floating("key_cache", key_cache, None)
+    checks.check_rank("key_cache", key_cache, "(B, H, C, D)")
+    checks.check_rank("cache_seqlens", lengths, "(B)")
     if key_cache.shape[3] == 0:
         fail(ValueError, "key_cache", "a head dimension of 1 or more", 0)
     # The shared checks need a query. This one has no rows.

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.checks import fail, plain
 from ..call.layout import dense
 from ..call.options import ATTENDED, CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd, forward_level, transforms_active
-from ..call.rules import fail, plain
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
 from . import flops
