@@ -110,6 +110,7 @@ def test_parts_whose_gradients_of_scores_are_stored_at_a_time(name, monkeypatch)
 
 
 @pytest.mark.parametrize("plan", [False, True])
+@pytest.mark.one_in(2)
 def test_passes_read_an_eighth_of_the_bytes_of_a_mask(plan, monkeypatch):
     """Each pass reads a bit for each pair. Packing a dense mask reads its bytes once. Equal for all lengths."""
     read, load = {}, memory.GlobalMemory.load_global
