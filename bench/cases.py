@@ -36,7 +36,7 @@ class Case(NamedTuple):
     Words of `options`: bias (1, Hq, Sq, Sk); documents=N, a mask for N documents in a sequence; random, a mask that
     hides half of the pairs; keys=SHARE, the share of keys that are not padding; lengths=KIND, packed sequences with
     lengths from LENGTHS; filled=SHARE, the filled share of a cache; latent: values are the first columns of the keys;
-    window=LEFT,RIGHT; softcap=CAP; alibi; sinks; dropout=P; weights: also returned; module: with projections.
+    window=LEFT,RIGHT; softcap=CAP; alibi; sinks; dropout=P; weights: also returned; module: with its projections.
     """
 
     B: int
@@ -194,7 +194,7 @@ MORE = [  # each case differs from PAPER in one property
     *(Case(4, 16, 16, 4096, 4096, 192, 128, causal, "bfloat16") for causal in _BOTH),
     *(_paper(4096, 512, causal) for causal in _BOTH),
     Case(16, 16, 16, 128, 8192, 128, 128, False, "bfloat16"),  # few queries, many keys
-    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors; so does the next
+    Case(1, 32, 8, 128, 8192, 128, 128, False, "bfloat16"),  # fewer row blocks than multiprocessors, as in the next
     Case(1, 2, 2, 4096, 4096, 128, 128, False, "bfloat16"),
     Case(4, 16, 16, 4095, 4095, 128, 128, True, "bfloat16"),
     *(Case(4, 16, 16, 4096, 4096, dim, dim, False, "bfloat16") for dim in (100, 65)),  # TMA reads copies of these

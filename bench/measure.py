@@ -71,9 +71,9 @@ class Workload:
 
 
 def of_head(case, x):
-    """Return the last key head of x, or its query heads, in the last batch: there a wrong stride shows most."""
+    """Return one kv head of x or its query heads: if possible the last of the last batch, to detect wrong strides."""
     if "module" in case.words:
-        return x
+        return x  # a module's output mixes all heads
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
     if "dropout" in case.options:  # the first head: dropout bits depend on its index, which is 0 in a slice
         return x[:1, :count]

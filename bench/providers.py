@@ -253,7 +253,7 @@ def _flash_options(case):
 
 
 def module(make, case, tensors):
-    """Return the Call of make(torch's module, causal), a module with the same weights."""
+    """Return the Call of the module make(theirs, causal). theirs: torch's module with fixed weights."""
     torch.manual_seed(SEED)  # draw the same weights each time
     width, like = case.Hq * case.D, dict(device=tensors.query.device, dtype=tensors.query.dtype)
     # torch's module takes its fast path only in eval mode, and without gradients.

@@ -21,7 +21,7 @@ def is_ours(row: Row) -> bool:
 
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
-    """Return the fastest row of fusedattn that is not wrong if `ours`, else of the others; None if none has a time."""
+    """Return the fastest timed row, or None. ours: among fusedattn's rows that are not wrong, else other providers'."""
     usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 

@@ -259,7 +259,7 @@ def check_number(
     name: str, x: Any, expected: str, least: float = -LARGEST, most: float = LARGEST, dtype: torch.dtype | None = None,
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless x is in least .. most, above 0 if `positive`. A dtype except float64 needs x in float32's range."""
+    """Raise unless x is in least .. most, above 0 if `positive`. With a dtype except float64, x must fit float32."""
     if not is_number(x):
         fail(TypeError, name, "a number", type_name(x))
     # Not math.isfinite: the compiler cannot trace it on a number that varies.

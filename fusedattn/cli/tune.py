@@ -85,7 +85,7 @@ def measure(rows: dict, case: Case, load: str, device, capability: int | None) -
 
 @contextlib.contextmanager
 def taking(row: Row, rows, capability: int | None):
-    """Make calls use the kernel configuration of a row, and for other kernels the best configurations so far."""
+    """Make calls in this context use the row's tile for its kernel, and the best tiles so far for other kernels."""
     forms = tuned.candidates(row.kernel, capability, getattr(torch, row.dtype).itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # failures of the previous tile

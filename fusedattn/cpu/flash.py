@@ -46,7 +46,7 @@ class Result(NamedTuple):
 
 
 def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """Return (query * factor, power of two, factor), where scale = power * factor. In bfloat16 the factor is 1."""
+    """Split scale: return (query * factor, power of two, factor), or (query, scale, 1) in bfloat16 or if it is huge."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or exponent > 127 or query.dtype == torch.bfloat16:
         return query, scale, 1.0
@@ -76,7 +76,7 @@ def attend(
 
 
 def in_rows(x: Tensor) -> bool:
-    """Return whether the kernel can read a tensor. Its columns must be contiguous, and its rows must not overlap."""
+    """Return whether the kernel can read a tensor: contiguous columns, rows that are apart or all the same."""
     if x.is_contiguous():
         return True
     *sizes, columns = x.shape
@@ -168,7 +168,7 @@ def covering(part: Part) -> list[Rectangle]:
 
 
 def are_complete(call: Call, some: list[Rectangle]) -> bool:
-    """Return whether each rectangle has all that the softmax of its rows sums: all visible keys, and no sinks exist."""
+    """Return whether each rectangle has all visible keys of its rows. False with sinks or for a partial call."""
     rows_of = [(where.first, where.last) for where in some]
     return call.sinks is None and not call.partial and len(set(rows_of)) == len(rows_of)
 

@@ -26,9 +26,9 @@ class Tile(NamedTuple):
 class Pipeline(NamedTuple):
     """Tile of the Hopper forward, which may not spill registers.
 
-    warpgroups: number that multiply, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: a program may compute several blocks (`hopper_forward.programs`), with causal in pairs of a long
-    and a short one: unequal work was 19 % slower (an H200, D 128, S 4096). ping_pong: two warpgroups multiply in turns.
+    warpgroups: how many run wgmma, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
+    persistent: a program may compute several blocks (`hopper_forward.programs`). With causal it pairs long with short
+    blocks; unpaired was 19 % slower (H200, D 128, S 4096). ping_pong: two warpgroups multiply in turns.
     """
 
     warpgroups: int

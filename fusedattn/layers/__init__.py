@@ -39,7 +39,7 @@ _Layer = TypeVar("_Layer", bound="_Configurable")
 
 
 class _Configurable(nn.Module):
-    """Module with `from_config`. READS: the attributes of the config that it uses or compares with IMPLEMENTED."""
+    """Module with `from_config`. READS: config attributes that become options or must equal those of IMPLEMENTED."""
 
     READS: tuple[str, ...]
 

@@ -204,7 +204,7 @@ def _in_blocks(call: Call, need_lse: bool) -> tuple:
 
 
 def without_autocast(function):
-    """Decorate a function whose first argument is a Call to run without autocast: the inputs are already cast."""
+    """Disable autocast in a function whose first argument is a Call, because its inputs are already cast."""
 
     @functools.wraps(function)
     def run(call, *rest):
@@ -222,7 +222,7 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
 
 
 def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Return run(*parts, block) of all blocks, joined. cuts: the `parts` of each call; all calls have equal shapes."""
+    """Call run(one Part per call, block) for each block, and join the results. cuts: `parts` of calls of one shape."""
     rows = []
     for some in zip(*cuts, strict=True):
         columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]

@@ -230,7 +230,7 @@ run_triton, run_hopper, run_cpu = (functools.partial(_attend, backend=name) for 
 
 
 def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = False):
-    """Compute attention by plain PyTorch operations, which autograd records, or in four cases by one operator."""
+    """Compute attention by PyTorch operations, which autograd records, or in four cases by our custom operator."""
     transformed, compiling, packed = transforms_active(), torch.compiler.is_compiling(), call.cu_seqlens_q is not None
     # The operator finds the longest sequence at run time, which a compiler cannot.
     unknown = compiling and packed and (call.max_seqlen_q is None or call.max_seqlen_k is None)

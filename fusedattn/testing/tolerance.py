@@ -67,10 +67,10 @@ def verdict(
 def verdicts(
     got: Results, eager: Results, oracle: Results, terms: Mapping[str, float] | None = None
 ) -> dict[str, Verdict]:
-    """Return {name: `verdict`} for each result and gradient of a call in `oracle`.
+    """Return {name: `verdict`} for each result and gradient in `oracle`.
 
     got, eager, oracle: {name: tensor} of results (out, lse, weights) and gradients (query, key, value and others). Any
-    may be absent. With gradients, no row of the incoming gradient of `out` may be 0. terms: {name: terms of `verdict`}.
+    may be absent. With gradients, the incoming gradient must have no row of zeros. terms: {name: terms of `verdict`}.
     """
     # A row sees no key if its lse is -inf. No row sees a key if the gradients of the key and its value are 0.
     unseen = {}

@@ -253,14 +253,14 @@ def backward(
 ):  # fmt: skip
     """Write GradK (B, Hkv, Sk, D) and GradV (B, Hkv, Sk, Dv), and add dq, not yet scaled, to Sums.
 
-    All are TMA descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], except that blocks of Q, K and GradK
-    have 128 columns if Dv > 64. Blocks of keys and values have 64 rows. Sums is (B, Hq, lines, 32) float32, in blocks
-    of a warpgroup's `layouts.lines`. If form.COLUMNS is not (), GradK and GradV are Views of float32. Rows, from
-    `preprocess`, is (B, 2 Hq, Sq, 16); a block has both tables of a head, and as many rows as Q's. If scores are scaled
-    before the softmax, or with dropout, it is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), with size 1
-    where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, or None, describes words of `transpose_words`
-    as int32 (count, 128), in blocks [1, 128]; tile_lists then list blocks by keys. heads is Hkv. Turns, if not None, is
-    int32 zeros, one for program numbers and two for each row of each query head. It makes Sums deterministic.
+    All tensors but Turns are TMA descriptors. Q, K, V and their gradients are (B, H, S, D), in blocks of 64 keys or of
+    Q's rows. Blocks have width(D) columns, or 128 for Q, K and GradK if Dv > 64. Float32 GradK and GradV are Views.
+    Sums is (B, Hq, lines, 32) float32, in blocks of a warpgroup's `layouts.lines`. Rows, from `preprocess`, is
+    (B, 2 Hq, Sq, 16): a table for scores and one for dp per head. A block has both, for Q's rows. If scores are scaled
+    before the softmax, or with dropout, Rows is (B, Hq, Sq, 4), float32. Bias, or None, is (B, Hq, Sq, Sk), with size 1
+    where it broadcasts, in blocks of 64 keys, and of 64 rows or 1. Words, or None, has words of `transpose_words` as
+    int32 (count, 128), in blocks [1, 128]; tile_lists then list blocks by keys. heads is Hkv. Turns, unless None, makes
+    Sums deterministic. It is int32 zeros: a counter of programs, and two counters for each row of each query head.
 
     With packed sequences B is 1, q_len and k_len are totals, and descriptors except Sums, Bias and Words are ragged.
     """

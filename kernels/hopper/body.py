@@ -226,9 +226,9 @@ def powers(
 
 @gluon.jit
 def drop_and_hide(p, words, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the weights p of `powers` after dropout and masks. words: as in `hide`. plane: the query head.
+    """Apply dropout and masks to the weights p from `powers`. words: as in `hide`. plane: the query head.
 
-    Hidden weights become 0, dropped ones negative. In a dropped int32 (softcap) the high half is 0, the low negative.
+    Hidden weights become 0, dropped ones negative. With a softcap, in a dropped p the high half is 0, the low negative.
     """
     if rules.dropout is not None:
         LAYOUT: gl.constexpr = keys.counters.type.layout.parent
@@ -276,7 +276,7 @@ def biased_powers(
 def finish_weights(
     g: gl.constexpr, p, shared, step, exists, block, keys, rules, plane, part: gl.constexpr = 0, PARTS: gl.constexpr = 1
 ):  # fmt: skip
-    """Return `drop_and_hide` of the results p of `biased_powers`, and release the bias."""
+    """Apply `drop_and_hide` to the weights p from `biased_powers`, and release the bias."""
     words = None
     if shared.words is not None:
         words = (noting.words_of(shared.notes, shared.words, step, part * GROUPS + g),)
@@ -288,7 +288,7 @@ def finish_weights(
 
 @gluon.jit
 def dropped(p, dropout, dtype: gl.constexpr):
-    """Return the weights after dropout in 16 bits, from the results p of `drop_and_hide`."""
+    """Return p from `drop_and_hide` as weights after dropout, in 16 bits."""
     if p.dtype == gl.int32:
         return (p >> 16).to(gl.int16).to(dtype, bitcast=True)
     else:
@@ -297,7 +297,7 @@ def dropped(p, dropout, dtype: gl.constexpr):
 
 @gluon.jit
 def of_products(p, dropout, dp, rows, step, dtype: gl.constexpr, part: gl.constexpr = 0, PARTS: gl.constexpr = 1):
-    """Return the gradient of products k @ q.T from the results of `drop_and_hide` and `begin_dp`."""
+    """Return ds, the gradient of products k @ q.T. p is from `drop_and_hide`, dp from `begin_dp`."""
     if p.dtype == gl.int32:
         p = p.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
     if rows.dtype == gl.bfloat16:

@@ -29,7 +29,7 @@ class Spec(NamedTuple):
 
     PARTS blocks of Q or K, side by side, are a tile; if STAGES is 1, each block of K is a tile. TOP_LEFT aligns row 0
     with key 0, not the last ones. PAGE: keys of a page (2**30 if none). WARPGROUPS multiply, in turns if PING_PONG.
-    STAGES: tiles of V and K (K: TILES_OF_K if 1). REGISTERS: (per multiplying thread, per copying thread).
+    STAGES: tiles of V and of K (if 1, K has TILES_OF_K). REGISTERS: (per multiplying thread, per copying thread).
     """
 
     HEADS: int
@@ -313,7 +313,7 @@ def forward(
     `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists is None if only causal and window hide pairs.
 
     planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
-    columns. A `section` of planes is done before the next. If only one side of the band is bounded, as by causal, a
+    columns. A `section` of planes runs before the next. If only one side of the band is bounded, as by causal, a
     program with several blocks takes them in pairs; planes must then be even.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors of Q, K, V and Out are ragged.

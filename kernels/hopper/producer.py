@@ -78,7 +78,7 @@ def _keys(caches, kv, band, block, page, PAGE: gl.constexpr, BLOCK_N: gl.constex
 
 @gluon.jit
 def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, block, first, GROUPS: gl.constexpr):
-    """Write the note of a step, and load its keys and, if it needs a mask of pairs, its mask words."""
+    """Write the note of a step (block, masked or not, step count); load its keys and the mask words that it needs."""
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1

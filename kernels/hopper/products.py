@@ -177,10 +177,10 @@ def grad_product(
 ):  # fmt: skip
     """Write Product: dq = ds @ keys, where Others is K; or, if OF_K, dk = ds.T @ queries, where Others is Q.
 
-    If OF_K and GradScores has weights, Product is dv = p.T @ grad_out. heads counts heads of Product; planes and
-    section count them times ACROSS; before counts kv heads. Other arguments are as in `stored_backward`. Blocks have 64
-    rows. Columns (rows if OF_K) of a block of GradScores are 128 rows of Product. A program takes two blocks of Product
-    at a time. tile_lists are by rows of Product. A float32 Product is a View, and threads store it.
+    If OF_K, GradScores may hold weights p and Others grad_out; Product is then dv = p.T @ grad_out. heads counts heads
+    of Product; planes and section count them times ACROSS; before counts kv planes. Other arguments: see
+    `stored_backward`. Blocks have 64 rows. Columns (rows if OF_K) of a block of GradScores are 128 rows of Product. A
+    program takes two blocks of Product at a time. tile_lists are by its rows. A float32 Product is a View.
     """
     STAGES: gl.constexpr = form.STAGES
     TILE: gl.constexpr = 2 * Others.block_type.shape[-2]

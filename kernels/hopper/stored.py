@@ -188,7 +188,7 @@ def _weights(s, shared, step, block, member, keys, number, rules, kv, GROUP: gl.
 def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr):
     """Compute dv and ds of keys first + g * 64 .. first + g * 64 + 63: the work of one warpgroup.
 
-    ds is computed during p @ do if DV_FIRST, and the next p during v @ do.T.
+    With DV_FIRST, ds is computed during p @ do. The next step's p is computed during its v @ do.T.
     """
     kv, first, band, lists = program
     GROUP: gl.constexpr = form.GROUP
@@ -196,7 +196,7 @@ def _consume(g: gl.constexpr, shared, GradV, program, rules, form: gl.constexpr)
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     HALF: gl.constexpr = shared.do.tiles.shape[-1]
     FOR_S: gl.constexpr = 2 if shared.k.tiles.shape[-1] == 256 and form.D <= 192 else 1  # products for scores
-    # During p @ do, copies of p leave no registers for ds. Nor do dropout or slopes, if values have over 128 columns.
+    # During p @ do, ds lacks registers if Triton copies p, or with dropout or slopes and values wider than 128.
     DV_FIRST: gl.constexpr = OPERANDS_STAY and ((rules.dropout is None and rules.score.slopes is None) or HALF == 64)
     dtype: gl.constexpr = shared.q.tiles.dtype
     zero, dv0, dv1 = layouts.zeros(KEYS, BLOCK_M), layouts.zeros(KEYS, HALF), layouts.zeros(KEYS, HALF)
@@ -268,13 +268,13 @@ def stored_backward(
     sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
     form: gl.constexpr,
 ):  # fmt: skip
-    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads from index `before` on.
+    """Write GradV (B, Hkv, Sk, Dv) and GradScores (query heads, 1, Sk, Sq) of kv planes before .. before + planes - 1.
 
-    A program takes two blocks of keys. A `section` of planes is done before the next. heads is Hkv. tile_lists, unless
-    None, are by keys, with tiles of 128 rows and 128 keys. rules.masks.bits has words from `transpose_words`. Tensors
-    are TMA descriptors, in blocks of 64 keys, or the rows of a block of Q, and at least 128 columns (GradOut: half).
-    Rows is (B, Hq, 4, Sq) or (B, Hq, Sq, 4), in blocks of Q's rows. Bias, None if equal for all rows or keys, is (B or
-    1, Hq or 1, Sq, Sk) in 64 x 64 blocks. GradScores is written at `visits.stored_blocks`. A float32 GradV is a View.
+    A program takes two blocks of keys; a section of planes runs before the next. heads is Hkv. tile_lists, unless None,
+    list 128 x 128 tiles by keys. rules.masks.bits has words from `transpose_words`. Tensors are TMA descriptors. Blocks
+    of Q, K, V, GradOut and GradV have 64 keys or Q's rows, and at least 128 columns (GradOut: half as many as V). Rows
+    is (B, Hq, 4, Sq) or (B, Hq, Sq, 4). Bias, None if equal for all rows or keys, is (B or 1, Hq or 1, Sq, Sk), in
+    64 x 64 blocks. GradScores is written at `visits.stored_blocks`. A float32 GradV is a View.
 
     sequences, unless None, are packed: B is 1, q_len and k_len are totals, descriptors except GradScores and Bias are
     ragged. GradScores has the rows of the longest sequence, and whole tiles of keys for each (`visits.first_key`).

@@ -24,7 +24,7 @@ class Form(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Tiles of a program's block, from the tile lists. For a block of keys they are row blocks of each query head.
+    """Tiles that a program visits for its block, from the tile lists: for keys, row blocks of each query head.
 
     The first `masked` of `count` entries need a mask. Entry i is at partial + i if i < masked, otherwise at full + i.
     """
@@ -159,7 +159,7 @@ def head(plane, before):
 
 @gluon.jit
 def first_key(plane, TILE: gl.constexpr):
-    """Return the row of GradScores at which the keys of a plane begin. Each packed sequence has its own tiles."""
+    """Return the row of GradScores where a plane's keys begin: a multiple of TILE, or 0 if nothing is packed."""
     if len(plane.packed) == 0:
         return 0
     else:

@@ -156,7 +156,7 @@ def wide_backward(
     sequences, tile_lists, q_len, k_len, left, right, rules, heads, planes, section, before,
     form: gl.constexpr,
 ):  # fmt: skip
-    """Write Weights and GradScores (query heads, 1, Sk, Sq) of `planes` kv heads from index `before` on.
+    """Write Weights and GradScores (query heads, 1, Sk, Sq) of kv planes before .. before + planes - 1.
 
     Arguments are as in `stored.stored_backward`. Blocks of Q and GradOut have 128 rows and 64 columns. Those of K and V
     have 128 keys and 64 columns, those of Weights and GradScores 64 keys and 128 rows.

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, each a batch. slots: (sequence, block). extents: (first row, rows, first key, keys)."""
+    """Tables of packed sequences: slots (sequence, block), and extents (first row, rows, first key, keys) of each."""
 
     slots: tl.tensor
     extents: tl.tensor
