@@ -1,4 +1,4 @@
-"""Measures attention calls: checks each result against float64 by the tolerance of the tests, then times the call."""
+"""Measurement of attention calls: results are checked against float64 by the tests' tolerance, then calls are timed."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ FEWEST = 5  # minimum number of turns of each step
 
 
 class Workload:
-    """Tensors of a case, its float64 results, and the Call of each provider; all are computed once."""
+    """Tensors of a case, its float64 and eager results, and the Call of each provider; each is computed once."""
 
     def __init__(self, case, device):
         self.case, self.tensors = case, (tensors := case.draw(device))

@@ -1,4 +1,4 @@
-"""Draws speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
+"""Plots of speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
 
 With PROVIDERs it draws the cases in PAPER, each from the last run that timed all these providers. It needs matplotlib.
 """

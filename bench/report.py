@@ -27,7 +27,7 @@ def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
 
 
 def kind(case: Case) -> Case:
-    """Return a case without batch size and length: a plot draws all cases of the same kind as one line."""
+    """Return a case without batch size and length. All cases of one kind share a panel of a plot."""
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 

@@ -60,8 +60,8 @@ class Stored(NamedTuple):
 def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
     """Return a program's n-th block of rows: (first row, Plane, Band, part of columns, last, count, full, full_end).
 
-    It visits `count` blocks of keys, from `last` down. Warpgroup g needs no mask for blocks full .. full_end - 1. With
-    tile lists the last four are (): notes have the rest.
+    The program visits `count` blocks of keys, from `last` down. Warpgroup g needs no mask for blocks full ..
+    full_end - 1. With tile lists the last four are (): notes have the rest.
     """
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]

@@ -16,8 +16,8 @@ class Notes(NamedTuple):
     """Slots for notes: a 64-bit number for each step. Its lower half is `block * 2 + masked`.
 
     In the forward, `block` is a block of keys, and the upper half is the number of steps. In the backward, `block` is a
-    block of rows, and the upper half is the query head in its group. `real` is for a key mask in the forward: 1 for
-    each key that it leaves visible; all 0 in blocks that need no mask.
+    block of rows, and the upper half is the query head in its group. `real`, with a key mask in the forward, is 1
+    for each key of the block that this mask leaves visible. It is all 0 in blocks that need no mask.
     """
 
     numbers: gl.shared_memory_descriptor

@@ -153,7 +153,7 @@ def following(block, member, begin, end, GROUP: gl.constexpr):
 
 @gluon.jit
 def head(plane, before):
-    """Return the index in GradScores of a query head; index 0 is head `before`. Packed sequences share an index."""
+    """Return the index in GradScores of a query head, counted from head `before`. Packed sequences share an index."""
     return (plane.index if len(plane.packed) == 0 else plane.head) - before
 
 

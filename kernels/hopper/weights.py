@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _largest(s, LAYOUT: gl.constexpr):
-    """Return the row max, by halving the columns. With `gl.max` alone ptxas would chain all columns of a thread."""
+    """Return the row max, by halving the columns: `gl.max` alone gives one long chain of instructions a thread."""
     for _ in gl.static_range(4):
         if s.shape[1] > COLUMNS:
             s = gl.max(s.reshape([s.shape[0], 2, s.shape[1] // 2]), 1)
