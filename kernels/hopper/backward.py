@@ -24,7 +24,7 @@ class Shared(NamedTuple):
 
     The barriers of q also guard do, rows (row statistics), notes (row block and head) and words (mask words of 64 rows
     for a warpgroup's keys). notes and words are None without a mask of pairs. bias, unless None: a tile for each
-    warpgroup in turn, [64 rows, keys], [1, keys] if it is equal for all rows, or [64 rows] if equal for all keys. ds:
+    warpgroup in turn. It is [64 rows, keys], [1, keys] if equal for all rows, or [64 rows] if equal for all keys. ds:
     gradients of scores [keys, rows] of two steps, a tile for each step and warpgroup. met: barrier of both warpgroups
     in each step, once ds is written. dq: float32, in `layouts.lines`, half the rows for each warpgroup, or in blocks of
     64 rows half the columns. one: matrices of `body.ones`, or None. out: barriers, passed once k, v hold dk, dv.

@@ -1,6 +1,6 @@
 """Forward attention for Hopper: one warp loads tiles, and two or three warpgroups of 64 rows each multiply.
 
-A warpgroup keeps two products in flight, q @ k.T of this block of keys and p @ v of the one before, and computes the
+A warpgroup has two products in flight: q @ k.T of this block of keys, and p @ v of the one before. It computes the
 softmax of the first while the second runs. Source: FlashAttention-3, arXiv:2407.08608, algorithms 1 and 2.
 """
 
@@ -306,11 +306,11 @@ def forward(
 ):  # fmt: skip
     """Write the same outputs as kernels/forward.py. A program may compute several blocks of rows.
 
-    Exactly one of Out, stored.Wide, of (B, H, Sq, DV), and stored.partials is not None. Q, K, V and Out are TMA
-    descriptors of (B, H, S, D) with blocks of [1, 1, rows, width(D)], or of fewer columns if spec.PARTS blocks of Q or
-    K are a tile. Blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has. Bias,
-    or None, describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of
-    `masks.Bits` as int32 (count, 128), in blocks [1, 128]. tile_lists is None if only causal and window hide pairs.
+    One of Out, stored.Wide (B, H, Sq, DV) and stored.partials is not None. Q, K, V and Out are TMA descriptors of
+    (B, H, S, D). Blocks are [1, 1, rows, width(D)], but those of Q and K are narrower if spec.PARTS of them are a tile.
+    Blocks of Q and Out have 64 rows. A program computes as many columns of Out as a block of V has. Bias, or None,
+    describes (B, H, Sq, Sk), with size 1 where it broadcasts. Words, or None, describes the words of `masks.Bits` as
+    int32 (count, 128), in blocks [1, 128]. tile_lists is None if only causal and window hide pairs.
 
     planes is the number of planes of the schedule: B * Hq * splits, times the number of programs that share a row's
     columns. A `section` of planes runs before the next. If only one side of the band is bounded, as by causal, a
