@@ -22,8 +22,8 @@ LINES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))
 class Ring(NamedTuple):
     """Tiles [tiles, 1, 1, rows, columns] of a (B, H, S, D) tensor, and two mbarriers for each tile.
 
-    Tiles of packed sequences have one more dimension, as their descriptors have. A descriptor's block has a power of 2
-    of columns. So a tile may have several parts, side by side: [tiles * parts, 1, 1, rows, columns].
+    Tiles of packed sequences have one more dimension, as their descriptors have. A descriptor's block has 2**n columns.
+    So a tile may have several parts, side by side: [tiles * parts, 1, 1, rows, columns].
     """
 
     tiles: gl.shared_memory_descriptor
