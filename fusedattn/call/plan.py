@@ -11,6 +11,7 @@ from . import bits
 from .checks import as_python, check_bool, check_floating, fail, is_int, type_name, value
 from .layout import narrow
 from .options import Lengths, Plan, in_full
+from .private import lookups
 
 
 def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.device, kernels: int | None) -> Plan:
@@ -66,7 +67,9 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     index = [torch.arange(x.start, min(x.stop, n), device=device) for x, n in zip(where, whole, strict=True)]
     for own in (3, 2, 1, 0):
         shown = torch.vmap(shown, tuple(0 if axis == own else None for axis in range(4)))
-    return shown(*index).expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
+    with lookups():
+        seen = shown(*index)
+    return seen.expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 
 def check_masks(

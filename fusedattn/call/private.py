@@ -15,9 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-OLD_COMPILER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # with compiler faults that our calls avoid
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+OLD_COMPILER = _VERSION < (2, 13)  # with compiler faults that our calls avoid
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -189,6 +191,20 @@ torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enable
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
+class _Lookups(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(x, Tensor) for x in index):
+                return torch.ops.aten.index(args[0], index)
+        return func(*args, **(kwargs or {}))
+
+
+def lookups() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which torch.vmap maps over the index of table[index]; torch 2.10 calls its .item()."""
+    return _Lookups() if _VERSION < (2, 11) and not torch.compiler.is_compiling() else contextlib.nullcontext()
+
+
 # The TorchFunctionModes of this thread. Without the name, `enable_sdpa` replaces only the aten operator.
 function_modes: Callable[[], list[Any]] = _find("overrides._get_current_function_mode_stack", list)
 _pop_mode: Callable[[], Any] = _find("overrides._pop_mode", lambda: None)
