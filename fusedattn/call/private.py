@@ -191,6 +191,8 @@ torch_function_enabled: Callable[[], bool] = _find("_C._is_torch_function_enable
 # Modules of torch's own classes whose __torch_function__ is ignored: causal biases and jagged tensors are accepted, and
 # lazy parameters, which have no sizes yet, get a clearer error from this package.
 TENSORS_OF_TORCH = ("torch.nn.attention.bias", "torch.nested._internal.nested_tensor", "torch.nn.parameter")
+
+
 class _Lookups(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
