@@ -45,11 +45,12 @@ def load(kernel, programs: int, arguments: dict, options: dict):
     with _hashing:
         _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
+    run = None
     try:
         run = compiled.run  # a property: at first use it loads the kernel and builds the launcher
-    except Exception:
-        compiled._run = None  # otherwise the kernel counts as loaded the next time
-        raise
+    finally:
+        if run is None:
+            compiled._run = None  # otherwise the kernel counts as loaded the next time
     if isinstance(run, functools.partial):
         run()  # raises the error of the first load
     return compiled
