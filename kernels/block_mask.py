@@ -45,7 +45,7 @@ def block_mask(BlockMask, Words, extents, masks, bias, heads, rows, keys):
                 tl.store(Words + constant * BLOCK + bits, words * 0 - (constant != EMPTY))
             end = tl.num_programs(0) + CONSTANT
             for spare in range(end, tl.cdiv(end, 16) * 16):  # Words has a multiple of 16 blocks
-                tl.store(Words + spare * BLOCK + bits, words * 0)
+                tl.store(Words + tl.cast(spare, tl.int64) * BLOCK + bits, words * 0)
     tl.store(BlockMask + tl.program_id(0), mark)
 
 

@@ -99,7 +99,8 @@ def preprocess(
         _copy(shown.grad_out, incoming.grad_out, plane, rows, exists, q_len, spec.DV)
     stats = memory.table(Stats, plane, q_len, COLUMNS)
     log2_sum = memory.load_column(stats, rows, q_len, 1)
-    row = softmax.row(memory.load_column(stats, rows, q_len, 0), log2_sum)
+    row_max = memory.load_column(stats, rows, q_len, 0)  # any number in a row that sees nothing
+    row = softmax.row(tl.where(log2_sum == float("inf"), float("-inf"), row_max), log2_sum)
     delta = tl.zeros([BLOCK_M], log2_sum.dtype)
     dlse = delta
     if GradLse is not None:

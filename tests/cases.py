@@ -136,13 +136,17 @@ def among_nan(tensor, order):
 
 
 def spoil(tensor, seen):
-    """Overwrite the tokens that the mask `seen` (B, S) hides with NaN and infinities."""
-    hidden = ~(seen[:, None, :, None] if tensor.dim() == 4 else seen[:, None, :])
-    wrong = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)
-    noise = wrong[torch.arange(tensor.numel(), device=tensor.device) % 3].view(tensor.shape)
-    if 0 in tensor.stride():
-        return torch.where(hidden, noise, tensor)
-    return tensor.copy_(torch.where(hidden, noise, tensor))
+    """Overwrite the tokens that the mask `seen` (B, S) hides: four of eight entirely, four only in their first column."""
+    # A score of a token that is infinite in one column is infinite. In two or more columns it may be NaN.
+    token = torch.arange(seen.shape[1], device=tensor.device)
+    noise = torch.tensor((*WRONG, torch.finfo(tensor.dtype).max), device=tensor.device, dtype=tensor.dtype)[token % 4]
+    hidden = ~seen[:, None, :]
+    if tensor.dim() == 4:
+        first = torch.arange(tensor.shape[-1], device=tensor.device) == 0
+        noise = torch.where(first | (token % 8 < 4)[:, None], noise[:, None], 1.0)
+        hidden = hidden[..., None]
+    noise = torch.where(hidden, noise, tensor)
+    return noise if 0 in tensor.stride() else tensor.copy_(noise)
 
 
 # Options and layouts of a call, used alone and in pairs.

@@ -22,7 +22,7 @@ from triton.runtime import JITFunction
 _RUN = ("gridX", "gridY", "gridZ", "stream", "function")
 _RUN_NOW = (*_RUN, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 MOST_ADDRESSES = 256  # limit on cached encodings of a descriptor; at the limit all are dropped
-_hashing = threading.Lock()
+_loading = threading.Lock()
 _hashed: set[int] = set()  # the id of each function that `_hash` has seen
 
 
@@ -42,15 +42,16 @@ def _hash(function: object) -> None:
 
 def load(kernel, programs: int, arguments: dict, options: dict):
     """Compile and load a kernel for these arguments. Raise whatever Triton raises."""
-    with _hashing:
+    with _loading:
         _hash(kernel)
     compiled = kernel.warmup(grid=(programs,), **arguments, **options)
     run = None
-    try:
-        run = compiled.run  # a property: at first use it loads the kernel and builds the launcher
-    finally:
-        if run is None:
-            compiled._run = None  # otherwise the kernel counts as loaded the next time
+    with _loading:
+        try:
+            run = compiled.run  # a property: at first use it loads the kernel, and before that sets compiled._run
+        finally:
+            if run is None:
+                compiled._run = None  # otherwise the kernel counts as loaded the next time
     if isinstance(run, functools.partial):
         run()  # raises the error of the first load
     return compiled

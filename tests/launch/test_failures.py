@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import subprocess
+import threading
 import warnings
 
 import pytest
@@ -239,6 +240,27 @@ def test_a_disk_that_is_full_is_asked_again(failing):
             assert_like(results(fa.attention), results, fa.reference.attention)
             assert "forward" in tried and fa.explain(*inputs).backend == "triton"
     assert "No space left" in said[0]
+
+
+@compiled
+def test_a_second_thread_waits_until_a_kernel_is_loaded():
+    launched, others = [], []
+
+    def call():
+        with torch.no_grad():
+            fa.attention(*draw("cpu"), backend="triton")
+
+    def load(kernel):
+        kernel._run = absent.Run(lambda *given: launched.append(given[4]))  # Triton sets it first
+        others.append(threading.Thread(target=call))
+        others[-1].start()
+        others[-1].join(0.5)
+        kernel.function = 7
+
+    with absent.gpu(90, load=load):
+        call()
+        others[0].join()
+    assert launched == [7, 7]
 
 
 KERNELS = {  # {kernel: (sizes, options, backend before it fails, backend after)}

@@ -1,5 +1,6 @@
 """Tests that calls beyond 32-bit indices, or beyond a GPU's shared memory, are refused with a reason."""
 
+import math
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 import fusedattn as fa
 from fusedattn.dispatch import backends
 
-from ..inside import compiled, fields
+from ..inside import compiled, fields, interpreted
 from ..offline import absent
 from ..sample import one_in, product
 
@@ -57,6 +58,13 @@ def test_what_passes_32_bits_is_refused(name, device):
     past, why, fits = PAST_A_LIMIT[name]
     assert any(why in reason and "2**31" in reason for reason in reasons(call_of(**past)))
     assert not reasons(call_of(**fits))
+
+
+@interpreted
+def test_a_wide_window_does_not_pass_32_bits(device):
+    query, key = torch.ones(1, 1, 1, 16, device=device), torch.ones(1, 1, 1, 16, device=device).expand(1, 1, 2**30 + 64, 16)
+    _, lse = fa.attention(query, key, key, window=(5, 2**31 - 1), scale=0.0, return_lse=True, backend="triton")
+    assert lse.item() == pytest.approx(math.log(6))
 
 
 @pytest.fixture
