@@ -40,8 +40,10 @@ def weights(
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK=True)
         t_bias = scores.pairs(tangents.bias, band, plane, r, c, CHECK=True)
         s, dcap = scores.apply(rules.score, x, bias, band, plane, r, c)
+        seen = masks.visible(rules.masks, shown, band, plane, r, c)
+        if rules.masks.rows is not None:
+            seen &= real[:, None]
         if TangentLse is None:
-            seen = masks.visible(rules.masks, shown, band, plane, r, c)
             p = tl.where(seen, softmax.weights(s, row, rules.score.softmax_scale), 0.0)
             p = dropout.drop(rules.dropout, p, plane, r, c)
         else:
@@ -51,5 +53,5 @@ def weights(
             if tangents.bias is not None:
                 t_s = tl.where(p > 0, t_s, 0.0)
             mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
-            p = tl.where(masks.visible(rules.masks, shown, band, plane, r, c), p * (t_s - mean[:, None]), 0.0)
+            p = tl.where(seen, p * (t_s - mean[:, None]), 0.0)
     memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, width, p)

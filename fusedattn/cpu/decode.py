@@ -42,5 +42,19 @@ def attend(decode: Decode) -> tuple[Tensor, Tensor]:
     if not after:
         out = dense(call.query, (*call.query.shape[:3], call.value.shape[3]))
         return out, out.new_empty(out.shape[:3], dtype=wide_dtype(call.query.dtype))
-    out, lse, _ = joined([(*_of_call(naive.of_length(call, decode, *run)), None) for run in naive.alike(after)], 0)
+    results = [(*_of_call(naive.of_length(call, decode, *run)), None) for run in _runs(decode, after)]
+    out, lse, _ = joined(results, 0)
     return arrange(out, call.query), lse
+
+
+def _runs(decode: Decode, lengths: list[int]) -> list[tuple]:
+    """Return the arguments of `naive.of_length` for each run of sequences that are computed together."""
+    runs: list[tuple] = list(naive.alike(lengths))
+    table, (pages, heads, _, columns) = decode.table, decode.key_cache.shape
+    if table is None or table.shape[1] != 1 or pages == 0:
+        return runs
+    # A sequence with one page need not be gathered, but a call for each takes as long as copying 4 * WORTH elements.
+    numbers = table[:, 0].clamp(0, pages - 1).tolist()
+    found = naive.alike([(length, page - b) for b, (length, page) in enumerate(zip(lengths, numbers, strict=True))])
+    views = [(first, last, length, numbers[first]) for first, last, (length, _) in found]
+    return views if sum(lengths) * heads * columns > 4 * naive.WORTH * (len(views) - len(runs)) else runs

@@ -69,9 +69,11 @@ def attend(
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=zeros, scale=scale)
-    if where.masked and _has_zeros(lse):  # the kernel returns an lse of 0 for rows that see nothing
+    if where.masked and ((wrong := has_nan(lse[..., None])) or _has_zeros(lse)):
+        # For a row that sees nothing the kernel returns an lse of 0, or NaN if its query is NaN.
         assert added is not None
-        lse = lse.masked_fill((added == -INFINITE).all(-1), -INFINITE)
+        nothing = (added == -INFINITE).all(-1)
+        out, lse = out.masked_fill(nothing[..., None], 0.0) if wrong else out, lse.masked_fill(nothing, -INFINITE)
     return out, lse
 
 
@@ -96,15 +98,20 @@ def hidden_by(mask: Tensor | None) -> Tensor:
     return ~mask[:, None, :, None]
 
 
+def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x (B, H, S, D), with 0 for tokens that a key_mask or query_mask hides."""
+    # `masked_fill` takes 1.3 to 12 times as long, because it reads the mask for each element.
+    bits = getattr(torch, f"int{8 * x.dtype.itemsize}")
+    return (x.view(bits) & (hidden_by(mask).to(bits) - 1)).view(x.dtype)
+
+
 def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
     """Return a part's [query, key, value], 0 where token masks hide them, and padded to `columns` unless None."""
     call = part.call
     query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
     if has_holes(part):
-        hidden = hidden_by(call.key_mask)
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    query = query if call.query_mask is None else query.masked_fill(hidden_by(call.query_mask), 0.0)
-    return [query, key, value]
+        key, value = zeroed(key, call.key_mask), zeroed(value, call.key_mask)
+    return [query if call.query_mask is None else zeroed(query, call.query_mask), key, value]
 
 
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:

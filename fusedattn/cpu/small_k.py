@@ -45,7 +45,11 @@ def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, 
     product(grouped(rows, heads), keys.flatten(0, 1).mT, call.scale, grouped(scores, heads))
     if where.causal and not where.masked and is_nothing(less):
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
-    return scores.add_(additive(call, where, less)) if where.masked or where.causal or not is_nothing(less) else scores
+    if where.masked or where.causal or not is_nothing(less):
+        scores.add_(added := additive(call, where, less))
+        if where.masked and has_nan(scores):
+            scores.masked_fill_(added == -INFINITE, -INFINITE)
+    return scores
 
 
 def weights_of(scores: Tensor, masked: bool) -> Tensor:
@@ -56,9 +60,9 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
     return weights
 
 
-def has_nan(weights: Tensor) -> bool:
-    """Return whether any row of a softmax is NaN. All columns of such a row are NaN, so the first is enough."""
-    return bool(weights[..., 0].isnan().any())
+def has_nan(x: Tensor) -> bool:
+    """Return whether any row is NaN, of a softmax, or of scores if the query is. All columns are, so one is enough."""
+    return bool(x[..., 0].isnan().any())
 
 
 def lse_of(scores: Tensor, weights: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ WASTE = 1  # maximum ratio of the scores that a part computes to its visible one
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
+COPY = 1 / 4  # scores that take as long to compute as an element takes to copy
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -94,19 +95,28 @@ def _of_batches(call: Call) -> list[Part]:
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
+    copied = call.key.shape[1] * (call.key.shape[3] + call.value.shape[3]) * COPY
+
+    def whole(start: int, stop: int) -> list[tuple[int, int]]:
+        return [(min(a for a, _ in x), max(b for _, b in x)) for x in (of_rows[start:stop], of_keys[start:stop])]
+
+    def cost(groups: list[tuple[int, int]]) -> float:
+        """Return the time of one Part for each group of batches, in scores."""
+        total = 0.0
+        for start, stop in groups:
+            (first, last), (begin, end) = whole(start, stop)
+            copies = any(keys != (begin, end) for keys in of_keys[start:stop])  # with 0 for hidden tokens
+            total += PART + (stop - start) * (end - begin) * ((last - first) * heads + copies * copied)
+        return total
+
     split = []
-    if call.query.dtype == torch.bfloat16:
-        groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
-    else:
-        groups = list(runs(lengths, WASTE, CALL // heads))
-        saved = batch * max(a for a, _ in lengths) * max(b for _, b in lengths) - sum(a * b for a, b in lengths)
-        if saved * heads < PART * (len(groups) - 1):
-            groups = [(0, batch)]
+    groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
+    if call.query.dtype != torch.bfloat16:
+        groups = min(groups, list(runs(lengths, WASTE, CALL // heads)), [(0, batch)], key=cost)
     for start, stop in groups:
         if all(0 in length for length in lengths[start:stop]):
             continue
-        ranges = of_rows[start:stop], of_keys[start:stop]
-        (first, last), (begin, end) = ((min(a for a, _ in x), max(b for _, b in x)) for x in ranges)
+        (first, last), (begin, end) = whole(start, stop)
         part = call if stop - start == batch else of_batches(call, B=slice(start, stop))
         split.append(Part(part, first, last, begin, end, slice(start, stop)))
     return split

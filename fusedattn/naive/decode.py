@@ -62,7 +62,8 @@ def _gathered(cache: Tensor, table: Tensor | None) -> Tensor:
     pages, heads, page, dim = cache.shape
     if holds(pages == 0, False):
         return cache.new_zeros(table.shape[0], heads, table.shape[1] * page, dim)
-    return cache[table.long().clamp(0, pages - 1)].transpose(1, 2).flatten(2, 3)
+    by_head = cache.transpose(0, 1)[:, table.long().clamp(0, pages - 1)]  # (H, B, pages, page, D), so copied once
+    return by_head.transpose(0, 1).flatten(2, 3)
 
 
 def _lengths(decode: Decode) -> tuple[Tensor, Tensor]:
@@ -136,8 +137,9 @@ def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
         first = last
 
 
-def of_length(call: Call, decode: Decode, first: int, last: int, length: int) -> Call:
+def of_length(call: Call, decode: Decode, first: int, last: int, length: int, page: int | None = None) -> Call:
     """Return the Call of sequences first .. last - 1, which all have this length. call: from `rotated_query`."""
+    # page: the page of the first sequence if each has only one page, and these are consecutive.
     batches = slice(first, last)
     slices: dict[str, slice] = {}
     if last - first < decode.lengths.shape[0]:  # a slice takes 3 us
@@ -147,8 +149,12 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int) ->
     call = of_batches(call, None, **slices) if slices else call
     if decode.table is None:
         return call
-    table = decode.table[batches, : -(-length // max(1, decode.key_cache.shape[2]))]
-    key, value = (_gathered(cache, table)[:, :, :length] for cache in (decode.key_cache, decode.value_cache))
+    caches = decode.key_cache, decode.value_cache
+    if page is None:
+        table = decode.table[batches, : -(-length // max(1, decode.key_cache.shape[2]))]
+        key, value = (_gathered(cache, table)[:, :, :length] for cache in caches)
+    else:
+        key, value = (cache[page : page + last - first, :, :length] for cache in caches)
     return call._replace(key=key, value=value)
 
 

@@ -56,6 +56,30 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(name, value, options, de
         assert torch.equal(out.isnan().any(-1), reached)
 
 
+@pytest.mark.parametrize("length", [8, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_on_the_left_may_be_nan(dtype, length, device, backend):
+    """Rows of padding see nothing in a causal call, so they are 0, and their weights too, whatever their query is."""
+    real = torch.arange(length, device=device) >= torch.tensor([[3], [0]], device=device)
+    inputs = torch.randn(3, 2, 2, length, 16, device=device, dtype=dtype).masked_fill(
+        ~real[:, None, :, None], float("nan")
+    )
+    for more in ({}, dict(sinks=torch.randn(2, device=device))):
+        options = dict(causal=True, key_mask=real, return_lse=True, return_weights=True, backend=backend) | more
+        for x, tame in zip(
+            fa.attention(*inputs, **options), fa.attention(*inputs.nan_to_num(), **options), strict=True
+        ):
+            assert torch.equal(x, tame)
+
+
+def test_hidden_rows_have_no_weight_of_a_key_that_is_nan(device, backend):
+    inputs = torch.randn(3, 1, 1, 4, 16, device=device)
+    inputs[1, 0, 0, 1, 0] = float("nan")
+    real = torch.tensor([True, True, False, False], device=device)
+    out, weights = fa.attention(*inputs, query_mask=real, return_weights=True, backend=backend)
+    assert (out[0, 0, 2:] == 0).all() and (weights[0, 0, 2:] == 0).all()
+
+
 def test_a_row_that_sees_nothing_is_zero_and_has_zero_gradient(device, backend):
     case = Case("empty rows", Sq=40, Sk=10, causal=True)  # rows before the first key
     tensors, options = case.draw(device)
