@@ -136,7 +136,7 @@ def among_nan(tensor, order):
 
 
 def spoil(tensor, seen):
-    """Overwrite the tokens that the mask `seen` (B, S) hides: four of eight entirely, four only in their first column."""
+    """Overwrite the tokens that the mask `seen` (B, S) hides: 4 of 8 entirely, 4 only in their first column."""
     # A score of a token that is infinite in one column is infinite. In two or more columns it may be NaN.
     token = torch.arange(seen.shape[1], device=tensor.device)
     noise = torch.tensor((*WRONG, torch.finfo(tensor.dtype).max), device=tensor.device, dtype=tensor.dtype)[token % 4]
