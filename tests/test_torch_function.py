@@ -208,6 +208,7 @@ def test_a_function_is_compiled_whole(function, call, inputs):
     same(computed(function, compiled, inputs), computed(function, call, inputs))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.10 cannot compile its handle_torch_function")
 @pytest.mark.parametrize("kind", [Seen, Plain])
 def test_a_class_is_compiled_whole(kind):
     inputs = Q.as_subclass(kind), K, V
