@@ -98,21 +98,22 @@ def _of_batches(call: Call) -> list[Part]:
     copied = call.key.shape[1] * (call.key.shape[3] + call.value.shape[3]) * COPY
 
     def whole(start: int, stop: int) -> list[tuple[int, int]]:
-        return [(min(a for a, _ in x), max(b for _, b in x)) for x in (of_rows[start:stop], of_keys[start:stop])]
+        return [(min(x)[0], max(b for _, b in x)) for x in (of_rows[start:stop], of_keys[start:stop])]
 
     def cost(groups: list[tuple[int, int]]) -> float:
         """Return the time of one Part for each group of batches, in scores."""
         total = 0.0
         for start, stop in groups:
             (first, last), (begin, end) = whole(start, stop)
-            copies = any(keys != (begin, end) for keys in of_keys[start:stop])  # with 0 for hidden tokens
+            copies = len(set(of_keys[start:stop])) > 1  # with 0 for hidden tokens
             total += PART + (stop - start) * (end - begin) * ((last - first) * heads + copies * copied)
         return total
 
     split = []
     groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
-    if call.query.dtype != torch.bfloat16:
-        groups = min(groups, list(runs(lengths, WASTE, CALL // heads)), [(0, batch)], key=cost)
+    if len(groups) > 1 and call.query.dtype != torch.bfloat16:
+        one = [(0, batch)]
+        groups = one if cost(one) < 2 * PART else min(groups, list(runs(lengths, WASTE, CALL // heads)), one, key=cost)
     for start, stop in groups:
         if all(0 in length for length in lengths[start:stop]):
             continue
