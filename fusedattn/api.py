@@ -9,7 +9,7 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from .call import jagged
-from .call.checks import check_flags, check_floating, check_place, fail, overridable, overriding
+from .call.checks import check_flags, check_floating, check_place, fail, overridable, overriding, value
 from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import Arguments, Plan, non_default
 from .call.plan import make_plan
@@ -257,6 +257,10 @@ def plan(
         return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
     place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
     if device is not None or place is None:
+        try:
+            device = None if device is None else torch.device(device)
+        except (TypeError, RuntimeError):
+            fail(ValueError, "device", "a torch.device or the name of one", value(device))
         place = torch.empty(0, device=device).device  # with its index
     return make_plan(masks, sizes, place, backends.block_size(place))
 
