@@ -107,6 +107,15 @@ def test_one_row_or_key_stands_for_all(sizes, device):
         assert torch.equal(*(fa.attention(query, query, query, mask=x, backend=backend) for x in (plan, mask)))
 
 
+@pytest.mark.parametrize("by_function", [True, False])
+def test_density_counts_the_pairs_that_all_masks_show(by_function):
+    rows, keys = torch.arange(130) % 3 > 0, torch.arange(200) < torch.tensor([[70], [200]])
+    sizes = dict(rows=130, keys=200) if by_function else {}
+    plan = fa.plan(MASKS.dilated(2) if by_function else None, keys, rows, **sizes)
+    mask = ((torch.arange(130)[:, None] - torch.arange(200)) % 2 == 0) | (not by_function)
+    assert plan.density == pytest.approx((mask & rows[:, None] & keys[:, None]).double().mean().item())
+
+
 def test_chunks(monkeypatch):
     """A function is called for a bounded number of pairs at once, whatever the sizes."""
     monkeypatch.setattr("fusedattn.call.bits.CHUNK", 2**12)

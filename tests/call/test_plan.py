@@ -65,6 +65,7 @@ def test_marks_of_all_masks_together(device, grain):
     assert torch.equal(block_mask > 0, want > 0)
     assert torch.equal(block_mask[want > 0] == ALL, others[want > 0] == ALL)
     assert (planned[want > 0] > 0).all() and (others[planned == ALL] == ALL).all()
+    assert fa.plan(mask, key_mask, query_mask).density == pytest.approx(seen.double().mean().item())
     for few, tokens in ((mask[..., :1], dict(key_mask=key_mask)), (mask[..., :1, :], dict(query_mask=query_mask))):
         tokens = {name: torch.ones_like(x) for name, x in tokens.items()}
         assert fa.plan(few, **tokens).density == pytest.approx(few.double().mean().item())
