@@ -118,8 +118,8 @@ def attention_varlen(
             has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise; it may be empty. Offsets on a
             GPU are not checked: wrong ones give wrong results, but no access out of bounds.
         max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
-            need them. If absent, the host reads the lengths, with a GPU sync; a call compiled with fullgraph=True then
-            raises, unless it takes the naive path. On a GPU, calls that need them ignore rows past the maximum.
+            need them. If absent, the host reads the lengths, with a GPU sync. With fullgraph=True, mask, bias, key_mask
+            and return_weights then raise. On a GPU, calls that need them ignore rows past the maximum.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has no token masks.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
