@@ -9,7 +9,7 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from .call import jagged
-from .call.checks import check_flags, check_floating, check_place, fail, overridable, overriding
+from .call.checks import check_flags, check_floating, check_place, fail, overridable, overriding, value
 from .call.decode import CacheArguments, checked as checked_decode
 from .call.options import Arguments, Plan, non_default
 from .call.plan import make_plan
@@ -118,8 +118,8 @@ def attention_varlen(
             has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise; it may be empty. Offsets on a
             GPU are not checked: wrong ones give wrong results, but no access out of bounds.
         max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
-            need them. If absent, the host reads the lengths, with a GPU sync; a call compiled with fullgraph=True then
-            raises, unless it takes the naive path. On a GPU, calls that need them ignore rows past the maximum.
+            need them. If absent, the host reads the lengths, with a GPU sync. With fullgraph=True, mask, bias, key_mask
+            and return_weights then raise. On a GPU, calls that need them ignore rows past the maximum.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has no token masks.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
@@ -257,6 +257,10 @@ def plan(
         return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
     place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
     if device is not None or place is None:
+        try:
+            device = None if device is None else torch.device(device)
+        except (TypeError, RuntimeError):
+            fail(ValueError, "device", "a torch.device or the name of one", value(device))
         place = torch.empty(0, device=device).device  # with its index
     return make_plan(masks, sizes, place, backends.block_size(place))
 

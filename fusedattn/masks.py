@@ -1,12 +1,15 @@
 """Mask functions for `fusedattn.plan`. They take (batch, head, query, key) index tensors; True = may attend.
 
-Positions count from the first query and the first key. Your own functions work as well.
+Positions count from the first query and the first key. A tensor with a dimension B (or H) needs a plan with batch=B (or
+heads=H): with 1, all use its first entry. Your own functions work as well.
 """
 
 import functools
 from collections.abc import Callable
 
 from torch import Tensor
+
+from .call.checks import check_bool, check_place, check_sizes, fail
 
 _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -16,6 +19,12 @@ def _at(x: Tensor, plane: Tensor, *index: Tensor) -> Tensor:
     return x[index if x.dim() == len(index) else (plane, *index)]
 
 
+def _check_table(name: str, x: Tensor, rank: int) -> None:
+    check_place(name, x)
+    if x.dim() not in (rank, rank + 1):
+        fail(ValueError, name, f"rank {rank} or {rank + 1}", x.shape)
+
+
 def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Hide the keys after a query's own position."""
     return j <= i
@@ -23,7 +32,8 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def sliding_window(left: int, right: int) -> _MaskFunction:
     """Show `left` keys before a query's own position, its own key, and `right` keys after it."""
-    return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
+    check_sizes(0, left=left, right=right)
+    return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
 
 
 def prefix(length: int | Tensor) -> _MaskFunction:
@@ -31,11 +41,16 @@ def prefix(length: int | Tensor) -> _MaskFunction:
 
     A prefix language model is or_(causal, prefix(length)).
     """
+    if isinstance(length, Tensor):
+        _check_table("length", length, 0)
+    else:
+        check_sizes(0, length=length)
     return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) and length.dim() else length)
 
 
 def documents(ids: Tensor) -> _MaskFunction:
     """Show the keys of a query's own document. ids: the document of each position, (S,) or (B, S)."""
+    _check_table("ids", ids, 1)
     return lambda b, h, i, j: _at(ids, b, i) == _at(ids, b, j)
 
 
@@ -44,16 +59,21 @@ def spans(ids: Tensor) -> _MaskFunction:
 
     For bidirectional images in causal text use or_(causal, spans(ids)).
     """
+    _check_table("ids", ids, 1)
     return lambda b, h, i, j: (_at(ids, b, i) == _at(ids, b, j)) & (_at(ids, b, i) >= 0)
 
 
 def dilated(step: int) -> _MaskFunction:
     """Show every `step`-th key, counted from a query's own position."""
+    check_sizes(step=step)
     return lambda b, h, i, j: (i - j) % step == 0
 
 
 def block_sparse(table: Tensor, size: int) -> _MaskFunction:
     """Show blocks of size x size pairs. table: bool (row blocks, key blocks) or (H, row blocks, key blocks)."""
+    check_bool("table", table, None)
+    _check_table("table", table, 2)
+    check_sizes(size=size)
     return lambda b, h, i, j: _at(table, h, i // size, j // size)
 
 

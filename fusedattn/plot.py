@@ -136,8 +136,11 @@ def plan(plan: Plan, *, figure: Any = None) -> "Figure":
     if plan.block_mask is None or plan.mask_bits is None:
         fail(ValueError, "plan", "one with a mask of pairs", "token masks alone")
     marks, size = plan.block_mask.flatten(0, 1), plan.mask_bits.shape[1]
+    batch, heads = plan.block_mask.shape[:2]
+    of_batches = [f"batch {b + 1}" + f", head {h + 1}" * (heads > 1) for b in range(batch) for h in range(heads)]
+    titles, label = of_batches if batch > 1 else None, f"blocks of {size} x {size}"
     shown = torch.where(marks == bits.FULL, 1.0, 0.25)
-    return attention_map(shown, mask=marks != bits.EMPTY, label=f"blocks of {size} x {size}", top=1.0, figure=figure)
+    return attention_map(shown, mask=marks != bits.EMPTY, titles=titles, label=label, top=1.0, figure=figure)
 
 
 def _matplotlib(figure: Any) -> Any:

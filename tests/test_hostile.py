@@ -26,12 +26,12 @@ SCALARS = {
     "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "0": 0, "-0.0": -0.0, "-1": -1, "1": 1, "1.5": 1.5,
     "1e39": 1e39, "tiny": 5e-324, "2**31": 2**31, "2**63": 2**63, "10**400": 10**400, "-10**400": -(10**400),
     "float tensor": torch.tensor(1.0), "bool tensor": torch.tensor(True), "int tensor": torch.tensor(1),
-    "empty tensor": torch.empty(0), "rank 9": torch.ones((1,) * 9), "lazy": torch.nn.UninitializedParameter(),
-    "dtype": torch.float32, "module": torch.nn.Identity(),
+    "empty tensor": torch.empty(0), "rank 2": torch.ones(5, 2), "rank 9": torch.ones((1,) * 9),
+    "lazy": torch.nn.UninitializedParameter(), "dtype": torch.float32, "module": torch.nn.Identity(),
 }  # fmt: skip
 if numpy is not None:
     SCALARS |= {"numpy": numpy.ones(3), "numpy rank 0": numpy.array(1.0), "numpy int": numpy.int64(1)}
-    SCALARS |= {"numpy bool": numpy.bool_(True)}
+    SCALARS |= {"numpy bool": numpy.bool_(True), "numpy rank 2": numpy.ones((5, 2))}
 
 
 def tensors(like):
@@ -174,6 +174,7 @@ X = {"no rows", "twice the rows"}
 OF_MODULES = OPTIONS | dict(
     dropout=(0.1, SHARE), attention_dropout=(0.1, SHARE), bias=(True, FLAG), scale=(1.0, SCALE | {"1e39"}),
     softcap=(1.0, POSITIVE | {"None", "1e39"}), layer_norm_eps=(1e-5, NUMBERS - {"-1"} | {"1e39"}),
+    dtype=(torch.float32, {"None", "dtype"}),
 )  # fmt: skip
 
 
@@ -188,7 +189,8 @@ ENCODER = dict(hidden_size=8, num_attention_heads=2, intermediate_size=16)
 ENCODED = "dropout", "attention_dropout", "bias", "causal", "window", "scale", "backend", "softcap", "layer_norm_eps"
 LAYERS = [  # class, sizes, more options, inputs, more inputs; all but sizes with right kinds
     (fa.MultiHeadAttention, dict(embed_dim=8, num_heads=2),
-     options_of("dropout", "bias", "scale", "backend", "causal", "window", "softcap", **WIDTHS), dict(query=(ROWS, X)),
+     options_of("dropout", "bias", "scale", "backend", "causal", "window", "softcap", "dtype", **WIDTHS),
+     dict(query=(ROWS, X)),
      MASKS | dict(key=(ROWS, {"None"}), value=(ROWS, {"None"}), query_mask=KEY_MASK, need_weights=WEIGHTS,
                   bias=(ones(S, S), FLOATING | {"rank + 1"}))),
     (fa.SelfAttention, dict(embed_dim=8), options_of("dropout", "bias", "scale", "backend"), dict(x=(ROWS, X)),
@@ -281,7 +283,7 @@ def test_pictures():
     more |= dict(tokens=("abc", {"None", "numpy"}))
     hold(plot.attention_map, dict(weights=torch.rand(2, 3, 4)), more, but=("lazy",))
     hold(plot.positional_encoding, dict(pe=ones(3, 4)), dict(figure=more["figure"]))
-    real = {"int32", "int64", "uint8", "bool", "half", "double", "float8", "rank + 1"}
+    real = {"int32", "int64", "uint8", "bool", "half", "double", "float8", "rank + 1", "rank 2"}
     sizes = {"a row", "twice the rows", "twice the columns"}
     hold(plot.attention_map, {}, dict(weights=(torch.rand(2, 3, 4), real | sizes)), but=("2**40 of one", "rank + 1"))
     hold(plot.positional_encoding, {}, dict(pe=(ones(3, 4), real | sizes - {"a row"})), but=("2**40 of one",))

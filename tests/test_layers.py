@@ -355,7 +355,7 @@ WRONG = [  # tests/test_hostile.py has every kind of value for each argument
     ("num_heads: .*hidden_size, 4", ValueError, lambda: decode(num_heads=3)),
     ("num_attention_heads: .*hidden_size, 8", ValueError, lambda: layers.TransformerEncoderLayer(8, 3, 16)),
     (r"TransformerEncoderLayer\(\) .*'kdim'", TypeError, lambda: layers.TransformerEncoderLayer(8, 2, 16, kdim=3)),
-    ("dtype: .*torch.float16.* str 'float16'", TypeError, lambda: decode(dtype="float16")),
+    ("dtype: .*torch.float16.*, got 'float16'", TypeError, lambda: decode(dtype="float16")),
     ("dtype: ", TypeError, lambda: decode(dtype=torch.int32)),
     ("dtype: ", TypeError, lambda: layers.Embeddings(7, 4, 5, dtype=torch.int32)),
     ("dtype: ", TypeError, lambda: layers.FeedForward(4, 8, dtype=torch.int32)),

@@ -12,7 +12,7 @@ OPTIONS = {name: Arguments._field_defaults[name] for name in Arguments._fields[3
 # {public function: options that it lacks, or takes in another form}
 ABSENT = {
     fa.attention: (), fa.attention_varlen: (), fa.attention_decode: ("dropout_p", "seed"),
-    fa.distributed.ring_attention: ("mask", "bias", "query_mask", "align"), fa.distributed.gather_attention: (),
+    fa.distributed.ring_attention: ("mask", "bias", "query_mask"), fa.distributed.gather_attention: (),
     fa.distributed.gather_attention_varlen: (), fa.distributed.ulysses_attention: (),
 }  # fmt: skip
 

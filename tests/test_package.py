@@ -22,7 +22,7 @@ ROOMS = {
     "dispatch": {"call", "cpu", "kernels", "launch", "naive", "operators"},
     "api": {"call", "dispatch", "operators"},
     "reference": {"api", "call", "dispatch", "naive"},
-    "masks": set(),
+    "masks": {"call"},
     "plot": {"call"},
     "distributed": {"api", "call", "dispatch", "naive", "operators"},
     "layers": {"api", "call", "dispatch", "distributed"},

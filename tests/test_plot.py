@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import fusedattn as fa
 from fusedattn import layers, plot
 
 from .conftest import run_python
@@ -54,6 +55,16 @@ def test_a_panel_a_head_in_one_scale(shape):
     assert [axes.get_title() for axes in shown] == (["head 1", "head 2", "head 3"] if len(heads) > 1 else [""])
     (bar,) = (axes for axes in figure.axes if axes.get_ylabel())
     assert bar.get_ylabel() == "attention weight" and len(figure.axes) == len(heads) + 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "titles"),
+    [(1, 2, ["head 1", "head 2"]), (2, 1, ["batch 1", "batch 2"]),
+     (2, 2, [f"batch {b}, head {h}" for b in (1, 2) for h in (1, 2)])],
+)  # fmt: skip
+def test_blocks_of_a_plan(batch, heads, titles):
+    shown = panels(plot.plan(fa.plan(torch.rand(batch, heads, 70, 70) < 0.5)))
+    assert [axes.get_title() for axes in shown] == titles
 
 
 WORDS = ["a", " the", "$x$", "\n"]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,21 +130,29 @@ def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: 
     return bits.ne(0).flatten(3)[..., begin - start : end - start]
 
 
-def density(block_mask: Tensor | None, mask_bits: Tensor | None, shape: tuple[int, ...]) -> float:
-    """Return the share of visible pairs of a Plan. Token masks count only where they hide whole blocks."""
-    if block_mask is None or mask_bits is None:
-        return 1.0 if block_mask is None else block_mask.ne(EMPTY).double().mean().item()
-    size, x = mask_bits.shape[1], mask_bits.view(torch.uint8)
-    x = x - (x >> 1 & 0x55)
-    x = (x & 0x33) + (x >> 2 & 0x33)
-    of_words = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2, dtype=torch.uint8)
-    # A mask that broadcasts has one block of equal rows or keys.
-    counts = zip(shape[2:], block_mask.shape[2:], strict=True)
-    lengths = [size if n == 1 or n > size * blocks else n for n, blocks in counts]
-    # The last blocks of rows and of keys may have fewer rows and keys than their words: count only those.
-    sides = [[(slice(-1), size), (slice(-1, None), (n - 1) % size + 1)] for n in lengths]
-    seen = 0.0
-    for (down, rows), (across, keys) in itertools.product(*sides):
-        of_blocks = of_words[:, :rows].clamp(max=keys).sum(1)
-        seen += of_blocks[block_mask[..., down, across].int()].sum().item()
-    return seen / max(1, math.prod(block_mask.shape[:2]) * math.prod(lengths))
+def density(
+    block_mask: Tensor | None, mask_bits: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+    shape: tuple[int, ...],
+) -> float:  # fmt: skip
+    """Return the share of the pairs that all masks of a Plan show."""
+    if block_mask is None or mask_bits is None:  # token masks alone
+        counts: list[Any] = [1 if x is None else x.sum(1) for x in (key_mask, query_mask)]
+        return float((counts[0] * counts[1]).sum()) / max(1, math.prod(shape))
+    size, device, sides, total = mask_bits.shape[1], mask_bits.device, [], math.prod(block_mask.shape[:2])
+    for tokens, n, count in zip((query_mask, key_mask), shape[2:], block_mask.shape[2:], strict=True):
+        if tokens is None:  # a mask that broadcasts has one block of equal rows or keys
+            tokens = torch.ones(1, size if n == 1 or n > size * count else n, dtype=torch.bool, device=device)
+        sides.append(pad(tokens, (0, -tokens.shape[1] % size)).unflatten(1, (-1, size)))
+        total *= tokens.shape[1]
+    rows, keys = sides
+    whole = (block_mask == FULL) | (block_mask == SOME)
+    seen = (whole * rows.sum(2)[:, None, :, None] * keys.sum(2)[:, None, None]).sum()
+    words = _words(keys)
+    for part in (block_mask >= CONSTANT).nonzero().split(CHUNK // size):
+        b, h, i, j = part.unbind(1)
+        x = (mask_bits[block_mask[b, h, i, j].int()] & words[b % len(words), j, None]).view(torch.uint8)
+        x = x - (x >> 1 & 0x55)
+        x = (x & 0x33) + (x >> 2 & 0x33)
+        of_rows = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2)
+        seen += (of_rows * rows[b % len(rows), i]).sum()
+    return float(seen) / max(1, total)

@@ -53,7 +53,8 @@ def unfit(x: Any, advice: str = "call .float() on it") -> str:
 
 
 def value(x: Any) -> str:
-    return "a tensor" if isinstance(x, Tensor) else repr(x)  # the repr of a tensor takes many lines
+    # The repr of a tensor, or of an array, takes many lines.
+    return "a tensor" if isinstance(x, Tensor) else type_name(x) if "\n" in repr(x) else repr(x)
 
 
 def is_number(x: Any) -> bool:
@@ -268,3 +269,13 @@ def check_number(
         fail(ValueError, name, expected, value(x))
     if dtype is not None and dtype != torch.float64 and abs(number) > LARGEST_SINGLE:
         fail(ValueError, name, "a number that float32 can hold", value(x))
+
+
+def check_sizes(least: int = 1, **sizes: Any) -> list[int]:
+    """Check that sizes are ints of `least` or more, and return them as Python ints, which compilers take."""
+    for name, size in sizes.items():
+        if not is_int(size):
+            fail(TypeError, name, "an int", type_name(size))
+        if not least <= size < 2**63:
+            fail(ValueError, name, f"{least} or more, and less than 2**63", size)
+    return [*map(as_python, sizes.values())]

@@ -71,8 +71,8 @@ class Plan(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Share of visible pairs, with a GPU sync. Token masks count only where they hide whole blocks."""
-        return bits.density(self.block_mask, self.mask_bits, self.shape)
+        """Share of the pairs that all masks of the plan show, with a GPU sync."""
+        return bits.density(*self)
 
     def __str__(self) -> str:
         return f"Plan of {tuple(self.shape)}, {self.density:.2%} visible, {self.nbytes / 2**20:.2f} MiB"

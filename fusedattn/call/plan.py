@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import bits
-from .checks import as_python, check_bool, check_floating, fail, is_int, type_name, value
+from .checks import check_bool, check_floating, check_sizes, fail, is_int, type_name, value
 from .layout import narrow
 from .options import Lengths, Plan, in_full
 from .private import lookups
@@ -21,16 +21,12 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
     if callable(masks["mask"]) and not isinstance(masks["mask"], type):
         function = given.pop("mask")
-        for name, size in sizes.items():
-            if not is_int(size) or size < 0:
-                error = ValueError if is_int(size) else TypeError
-                fail(error, name, "an int of 0 or more, because mask is a function", value(size))
+        sizes = dict(zip(sizes, check_sizes(0, **sizes), strict=True))
     else:
         for name, size in sizes.items():
             if size is not None and not (is_int(size) and size == 1):
                 fail(ValueError, name, "no size, because mask is no function", value(size))
     check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)), device)
-    sizes = {name: as_python(size) for name, size in sizes.items()}
     tensors: dict[str, Any] = {name: in_full(name, x) for name, x in given.items()}
     shapes = {name: pairs_of(name, x) for name, x in tensors.items()}
     shape = check_fit(shapes if function is None else dict(mask=tuple(sizes.values())) | shapes)
@@ -68,7 +64,10 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     for own in (3, 2, 1, 0):
         shown = torch.vmap(shown, tuple(0 if axis == own else None for axis in range(4)))
     with lookups():
-        seen = shown(*index)
+        try:
+            seen = shown(*index)
+        except IndexError as error:
+            fail(ValueError, "mask", f"a function of tensors that have the plan's sizes, {whole}", error)
     return seen.expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 

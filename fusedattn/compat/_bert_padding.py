@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..call.checks import FLOATING, check_place, check_shape, check_strided, fail, overridable
+from ..call.checks import FLOATING, check_place, check_shape, check_sizes, check_strided, fail, overridable
 from ..call.options import is_known
 from ..call.padding import longest
-from ..layers.attention import check_sizes
 from ._flash import check_range
 
 

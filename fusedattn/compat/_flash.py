@@ -58,7 +58,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
         sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()
     if len(sides) != 2 or not all(map(checks.is_int, sides)):
-        fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", repr(window_size))
+        fail(TypeError, "window_size", "(left, right), each an int (-1 for unbounded)", checks.value(window_size))
     if min(sides) < -1:
         fail(ValueError, "window_size", "sides of 0 or more, or -1 for unbounded", sides)
     window = tuple(None if side == -1 else side for side in sides)

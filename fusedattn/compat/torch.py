@@ -9,8 +9,9 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils import parametrize
 from torch.types import Device
 
+from ..call import checks
 from ..call.checks import FLOATING, as_python, check_flags, check_place, check_shape, check_strided, fail, unfit
-from ..layers.attention import attend, check_input, check_layer, check_sizes
+from ..layers.attention import attend, check_input, check_layer
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, register, sdpa, sdpa_provider
 
@@ -39,7 +40,8 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     same = query is key and key is value and layer.kdim == layer.vdim == layer.embed_dim
     for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
-            fail(TypeError, name, "a dense tensor, or one nested for all, batch_first and unmasked", "a nested tensor")
+            got = f"a nested tensor of {x.layout}"
+            fail(TypeError, name, "a dense tensor, or one strided nested tensor for all, batch_first and unmasked", got)
     check_strided(query=query)
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)
@@ -108,7 +110,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:  # fmt: skip
         embed_dim, num_heads, dropout = map(as_python, (embed_dim, num_heads, dropout))
         kdim, vdim = (embed_dim if x is None else as_python(x) for x in (kdim, vdim))
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
+        checks.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
         if embed_dim % num_heads:
             fail(ValueError, "num_heads", f"a divisor of embed_dim, {embed_dim}", num_heads)
         check_layer(dropout=dropout)
@@ -139,7 +141,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query: (L, N, E); (N, L, E) with batch_first; or (L, E), without a batch.
             key, value: (S, N, kdim), (S, N, vdim), in the layout of query. With batch_first and without masks, one
-                nested tensor may be all three.
+                nested tensor of torch.strided may be all three.
             key_padding_mask: (N, S), or (S,): bool, True = hidden, or float, added to the scores.
             attn_mask: (L, S), (N * heads, L, S) or, for a query (L, E), (heads, L, S); bool, True = hidden, or float.
             need_weights: also return the weights, after dropout.

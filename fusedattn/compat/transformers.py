@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.bits import unpack
-from ..call.checks import check_strided, fail
+from ..call.checks import check_strided, fail, value
 from ..call.options import Plan
 from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
@@ -53,8 +53,8 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
     """
     if not isinstance(name, str):
         fail(TypeError, "name", "a string", type(name).__name__)
-    if masks not in ("dense", "blocks"):
-        fail(ValueError, "masks", '"dense" or "blocks"', repr(masks))
+    if not isinstance(masks, str) or masks not in ("dense", "blocks"):
+        fail(ValueError, "masks", '"dense" or "blocks"', value(masks))
     for part, meaning in RESERVED.items():
         if part in name:
             fail(ValueError, "name", f"a name without {part!r}, which transformers reads as {meaning}", repr(name))

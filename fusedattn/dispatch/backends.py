@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import bits, jagged, options as of_calls
+from ..call import bits, checks, jagged, options as of_calls
 from ..call.checks import check_flags, check_names, fail
 from ..call.decode import Decode
 from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
@@ -202,7 +202,7 @@ DECODERS = {
 
 def check_name(name: str | None, argument: str = "backend") -> None:
     if name is not None and not (isinstance(name, str) and name in BACKENDS):
-        fail(ValueError, argument, f"None or one of {', '.join(map(repr, BACKENDS))}", repr(name))
+        fail(ValueError, argument, f"None or one of {', '.join(map(repr, BACKENDS))}", checks.value(name))
 
 
 def use_backend(name: str | None) -> AbstractContextManager[None]:
@@ -323,7 +323,7 @@ def explain(
     if capability is not None:
         pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]
         if not pair or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):
-            fail(ValueError, "capability", "None or a compute capability such as (9, 0)", repr(capability))
+            fail(ValueError, "capability", "None or a compute capability such as (9, 0)", checks.value(capability))
         gpu = AssumedGPU(10 * capability[0] + capability[1])
     with override(gpu=gpu):
         return _explained(call, chosen, return_weights)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.checks import fail
+from ..call.checks import fail, value
 from ..operators.dtensors import is_dtensor
 from .gather import gather_attention
 from .ring import ring_attention
@@ -44,7 +44,7 @@ def check_parallel(parallel: Any) -> None:
     if not isinstance(parallel, ContextParallel):
         fail(TypeError, "context_parallel", "a ContextParallel or None", type(parallel).__name__)
     if not isinstance(parallel.method, str) or parallel.method not in METHODS:
-        fail(ValueError, "context_parallel", f"a method of {', '.join(map(repr, METHODS))}", repr(parallel.method))
+        fail(ValueError, "context_parallel", f"a method of {', '.join(map(repr, METHODS))}", value(parallel.method))
     check_balance(parallel.balance)
     if parallel.method == "ulysses" and parallel.balance is not None:
         fail(ValueError, "context_parallel", "balance=None, because method is 'ulysses'", repr(parallel.balance))
@@ -56,7 +56,8 @@ def attend(parallel: ContextParallel, q: Tensor, k: Tensor, v: Tensor, need_weig
     options = {name: x for name, x in options.items() if x is not None}
     for name in LACKS[parallel.method]:
         if name in options or (need_weights and name == "need_weights"):
-            fail(NotImplementedError, name, "none, or method 'ulysses' of context_parallel", repr(parallel.method))
+            methods = " or ".join(repr(method) for method, lacks in LACKS.items() if name not in lacks)
+            fail(NotImplementedError, name, f"none, or method {methods} of context_parallel", repr(parallel.method))
     options |= dict(return_weights=need_weights) if parallel.method == "ulysses" else dict(balance=parallel.balance)
     results = METHODS[parallel.method](q, k, v, group=parallel.group, **options)
     return results if need_weights else (results, None)

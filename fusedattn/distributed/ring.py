@@ -25,7 +25,7 @@ from .shards import rows_of
 @eager
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, group: Any = None, balance: str | None = None,
-    causal: bool = False, window: tuple[int | None, int | None] | None = None,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, align: str = "bottom_right",
     scale: float | None = None, softcap: float | None = None,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, key_mask: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False, backend: str | None = None,
@@ -51,7 +51,7 @@ def ring_attention(
         key_mask: bool (B, rows), for this rank's keys.
         alibi_slopes, sinks: the same on all ranks. Their gradients are summed over ranks.
         seed: the same on all ranks. None: all ranks use a seed that rank 0 draws.
-        causal, window, scale, softcap, dropout_p, return_lse, backend: as in `attention`, and the same on all ranks.
+        causal, window, align, scale, softcap, dropout_p, return_lse, backend: as in `attention`, the same on all ranks.
 
     Returns:
         the results of `attention` for this rank's rows.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from ..call.checks import check_place, fail, is_int, overridable, type_name
+from ..call.checks import check_place, fail, is_int, overridable, type_name, value
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 def check_balance(balance: Any) -> None:
     if balance is not None and not (isinstance(balance, str) and balance == "zigzag"):
-        fail(ValueError, "balance", "None or 'zigzag'", repr(balance))
+        fail(ValueError, "balance", "None or 'zigzag'", value(balance))
 
 
 def chunks(length: int, size: int, balance: str | None) -> list[list[Chunk]]:

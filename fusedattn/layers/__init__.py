@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from ..call.checks import as_python, check_floating, check_names, check_strided, fail
-from .attention import MultiHeadAttention, check_fits, check_input, check_layer, check_sizes
+from ..call.checks import as_python, check_floating, check_names, check_sizes, check_strided, fail
+from .attention import MultiHeadAttention, check_fits, check_input, check_layer
 
 
 def _check_ids(name: str, ids: Tensor, shape: tuple[str, ...], table: nn.Embedding) -> None:

@@ -8,29 +8,19 @@ from torch.types import Device
 
 from ..api import attention
 from ..call import checks, rules
-from ..call.checks import FLOATING, FLOATS, as_python, check_flags, check_place, fail, type_name
+from ..call.checks import FLOATING, FLOATS, as_python, check_flags, check_place, check_sizes, fail
 from ..call.options import Arguments, Plan
 from ..call.rules import check_options
 from ..dispatch.backends import check_name
 from ..distributed.parallel import ContextParallel, attend as attend_in_parallel, by_heads, check_parallel
 
 
-def check_sizes(least: int = 1, **sizes: Any) -> list[int]:
-    """Check that sizes are ints of `least` or more, and return them as Python ints, which compilers take."""
-    for name, size in sizes.items():
-        if not checks.is_int(size):
-            fail(TypeError, name, "an int", type_name(size))
-        if not least <= size < 2**63:
-            fail(ValueError, name, f"{least} or more, and less than 2**63", size)
-    return [*map(as_python, sizes.values())]
-
-
 def check_layer(dtype: Any = None, layer_norm_eps: Any = 0.0, **dropouts: Any) -> None:
     for name, dropout in dropouts.items():
         checks.check_number(name, dropout, "a number from 0 to 1", 0, 1)
     checks.check_number("layer_norm_eps", layer_norm_eps, "a finite number of 0 or more", 0)
-    if dtype is not None and dtype not in FLOATING:
-        fail(TypeError, "dtype", FLOATS, f"the {type_name(dtype)} {dtype!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
+        fail(TypeError, "dtype", FLOATS, checks.value(dtype))
 
 
 def check_input(

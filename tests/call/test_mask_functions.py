@@ -16,7 +16,7 @@ from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
 from ..inside import Seen
-from ..mistakes import assert_named, bools, wrong
+from ..mistakes import assert_named, bools, longs, wrong
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -105,6 +105,15 @@ def test_one_row_or_key_stands_for_all(sizes, device):
     assert plan.density == fa.plan(mask).density == pytest.approx(mask.double().mean().item())
     for backend in ("naive", "triton"):
         assert torch.equal(*(fa.attention(query, query, query, mask=x, backend=backend) for x in (plan, mask)))
+
+
+@pytest.mark.parametrize("by_function", [True, False])
+def test_density_counts_the_pairs_that_all_masks_show(by_function):
+    rows, keys = torch.arange(130) % 3 > 0, torch.arange(200) < torch.tensor([[70], [200]])
+    sizes = dict(rows=130, keys=200) if by_function else {}
+    plan = fa.plan(MASKS.dilated(2) if by_function else None, keys, rows, **sizes)
+    mask = ((torch.arange(130)[:, None] - torch.arange(200)) % 2 == 0) | (not by_function)
+    assert plan.density == pytest.approx((mask & rows[:, None] & keys[:, None]).double().mean().item())
 
 
 def test_chunks(monkeypatch):
@@ -203,8 +212,11 @@ SIZES = dict(rows=4, keys=4)
         wrong("mask", TypeError, mask=lambda b, h, i, j: bools(4, 4)),
         wrong("mask", TypeError, mask=lambda b, h, i, j: (i < j)[None]),
         wrong("mask", mask=lambda b, h, i, j: bools().to("meta")),
+        wrong("mask", mask=MASKS.documents(longs(0, 1, 2))),
         wrong("rows", TypeError, rows=None),
+        wrong("rows", rows=2**70),
         wrong("keys", keys=-1),
+        wrong("device", device="abc"),
         wrong("key_mask", key_mask=bools(5)),
         wrong("key_mask", key_mask=bools(4), device="meta"),
         wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),
@@ -214,6 +226,29 @@ SIZES = dict(rows=4, keys=4)
 )
 def test_wrong_functions(row):
     assert_named(fa.plan, dict(mask=MASKS.causal) | SIZES, row)
+
+
+WINDOW, BLOCKS = dict(left=1, right=0), dict(table=bools(2, 2), size=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "row"),
+    [
+        (MASKS.sliding_window, WINDOW, wrong("left", left=-1)),
+        (MASKS.sliding_window, WINDOW, wrong("right", TypeError, right=None)),
+        (MASKS.prefix, {}, wrong("length", length=-1)),
+        (MASKS.prefix, {}, wrong("length", TypeError, length=1.5)),
+        (MASKS.prefix, {}, wrong("length", length=longs((1, 2)))),
+        (MASKS.documents, {}, wrong("ids", TypeError, ids=[0, 1])),
+        (MASKS.spans, {}, wrong("ids", ids=torch.tensor(1))),
+        (MASKS.dilated, {}, wrong("step", step=0)),
+        (MASKS.block_sparse, BLOCKS, wrong("table", TypeError, table=longs((1, 0)))),
+        (MASKS.block_sparse, BLOCKS, wrong("table", table=bools(2))),
+        (MASKS.block_sparse, BLOCKS, wrong("size", size=0)),
+    ],
+)
+def test_wrong_patterns(function, arguments, row):
+    assert_named(function, arguments, row)
 
 
 @pytest.mark.parametrize("mask", [MASKS.causal, create_block_mask(MASKS.causal, None, None, 4, 4, "cpu")])

@@ -244,3 +244,6 @@ def test_weights_of_nested_inputs_are_those_of_each_head():
     _, weights = ours(packed, packed, packed, **options)
     for found, x in zip(weights, inputs, strict=True):
         assert_like(found[:, : len(x), : len(x)], lambda x: theirs(x, x, x, **options)[1], x)
+    jagged = torch.nested.nested_tensor(list(inputs), layout=torch.jagged)
+    with pytest.raises(TypeError, match="^query: .* strided nested tensor .* torch.jagged"):
+        ours(jagged, jagged, jagged)

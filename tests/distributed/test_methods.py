@@ -15,7 +15,7 @@ from .whole import METHODS, by_shards, largest, put_together, summed_gradients
 
 TOLERANCE = 1e-10  # largest difference in float64
 RING = ["grouped heads", "causal", "window", "awkward", "expanded", "softcap", "slopes", "sinks", "dropout"]
-RING += ["more keys", "key mask", "negative scale", "lse alone"]
+RING += ["more keys", "key mask", "negative scale", "lse alone", "top left"]
 SINGLE = ["more rows", "one row", "one key", "one kv head", "window of itself", "slopes of each batch"]
 SHORT = [
     Case("fewer rows than chunks", Sq=3, Sk=3, causal=True),
@@ -43,8 +43,6 @@ def cases_of(method, features):
     names = DISTINCT if method == "ulysses_attention" else names
     every = covering(8, names) + SHORT + [Case(name)._replace(**FEATURES[name]) for name in features]
     heads = [case if case.Hq == 12 else case._replace(Hq=4, Hkv=4 * case.Hkv // case.Hq) for case in every]
-    if method == "ring_attention":
-        heads = [case._replace(align="bottom_right") for case in heads]
     heads += KEY_HEADS if method == "ulysses_attention" else []
     return [case._replace(dtype=torch.float64) for case in heads]
 
@@ -73,7 +71,7 @@ def test_four_processes_equal_one(rank, size, plan):
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_processes_equal_one(rank, size, plan):
     method, _ = PLANS[plan]
-    lacks = {"ring_attention": {"mask", "bias", "query_mask", "align"}}.get(method, set())
+    lacks = {"ring_attention": {"mask", "bias", "query_mask"}}.get(method, set())
     lacks |= {"grads"} if method != "ulysses_attention" else set()
     check_methods(plan, [name for name, fields in FEATURES.items() if not lacks & fields.keys()])
 

@@ -14,7 +14,7 @@ def by_shards(method, group=None, **balance):
     """Return a function like `attention` that shards its inputs; each rank gets the gradients of its rows."""
 
     def attend(query, key, value, **options):
-        lacks = dict(ring_attention=("align", "return_weights"), gather_attention=("return_weights",)).get(method, ())
+        lacks = () if method == "ulysses_attention" else ("return_weights",)
         given = dict(query=query, key=key, value=value) | {name: x for name, x in options.items() if name not in lacks}
         for name, dim in ROWS.items():
             x = given.get(name)
