@@ -136,14 +136,14 @@ def among_nan(tensor, order):
 
 
 def spoil(tensor, seen):
-    """Overwrite the tokens that the mask `seen` (B, S) hides: 4 of 8 entirely, 4 only in their first column."""
+    """Overwrite the tokens that the mask `seen` (B, S) hides: 3 of 6 entirely, 3 only in their first column."""
     # A score of a token that is infinite in one column is infinite. In two or more columns it may be NaN.
     token = torch.arange(seen.shape[1], device=tensor.device)
-    noise = torch.tensor((*WRONG, torch.finfo(tensor.dtype).max), device=tensor.device, dtype=tensor.dtype)[token % 4]
+    noise = torch.tensor(WRONG, device=tensor.device, dtype=tensor.dtype)[token % 3]
     hidden = ~seen[:, None, :]
     if tensor.dim() == 4:
         first = torch.arange(tensor.shape[-1], device=tensor.device) == 0
-        noise = torch.where(first | (token % 8 < 4)[:, None], noise[:, None], 1.0)
+        noise = torch.where(first | (token % 6 < 3)[:, None], noise[:, None], 1.0)
         hidden = hidden[..., None]
     noise = torch.where(hidden, noise, tensor)
     return noise if 0 in tensor.stride() else tensor.copy_(noise)

@@ -100,7 +100,7 @@ def test_a_plan_gives_the_same_bits(name, device):
     masks = {key: options.pop(key) for key in ("mask", "key_mask", "query_mask")}
     masks = masks if name == "all" else {name: masks[name]}
     if "key_mask" not in masks or "query_mask" not in masks:
-        tensors = {key: x.where(x.abs() < 1e9, 0.5) for key, x in tensors.items()}
+        tensors = {key: x.nan_to_num(0.5, 0.5, 0.5) for key, x in tensors.items()}
     for backend in ("naive", "triton"):
         want = with_gradients(fa.attention, tensors, options | masks, backend=backend)
         got = with_gradients(fa.attention, tensors, options | dict(mask=fa.plan(**masks)), backend=backend)
