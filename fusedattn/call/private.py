@@ -118,6 +118,8 @@ def unmapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+# Returns the FakeTensorMode that is active or made one of the values, or None. If missing, torch raises its own error.
+fake_mode: Callable[[Any], Any] = _find("_guards.detect_fake_mode", lambda values: None)
 # Returns whether a tensor has a storage: functorch's wrappers have none.
 _is_wrapped: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 has_storage: Callable[[Tensor], bool] = _find("_C._has_storage", lambda tensor: not _is_wrapped(tensor))

@@ -11,10 +11,9 @@ from ..api import attention
 from ..call import options as of_calls
 from ..call.checks import check_flags, check_rank, fail
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
-from ..call.private import transforms_active
 from ..call.rules import Sizes, check_options, checked
 from ..dispatch import backends, replay
-from ..operators import dtensors, partial, schema
+from ..operators import partial, schema
 from . import ranks as ranks_of
 from .ranks import Ranks
 from .shards import Chunk, check_balance, chunks_of, rows_of
@@ -177,12 +176,6 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
     flags = {name: given.get(name, False) for name in ("return_lse", "return_weights")}
 
     def facts() -> tuple[Call, dict[str, Any], dict[str, Any]]:
-        dtensors.refuse("fusedattn.distributed", arguments._asdict())
-        if transforms_active():
-            raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
-        with torch.no_grad():  # so that `differentiated` sees only tangents
-            if of_calls.differentiated(arguments):
-                raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
         check_balance(balance)
         backends.check_name(backend)
         check_flags(**flags)
@@ -191,7 +184,7 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
             _backend(call, set(), flags["return_weights"], named)
         return call, _common(call, arguments) | more | dict(balance=balance, **flags, backend=named), _own(call)
 
-    call, table = ranks_of.agree(ranks, function, facts)
+    call, table = ranks_of.agree(ranks, function, arguments._asdict(), facts)
     rows, keys = (chunks_of(name, [entry[name] for entry in table], ranks.size, balance) for name in ("query", "key"))
     total_rows, total_keys = (sum(map(rows_of, chunks)) for chunks in (rows, keys))
     for name in ("mask", "bias"):

@@ -68,7 +68,8 @@ def by_heads(projected: Tensor, name: str, heads: int, columns: int) -> Tensor:
     width, cut = projected.shape[-1], 1
     if is_dtensor(projected):
         mesh, last = projected.device_mesh, projected.dim() - 1  # type: ignore[attr-defined]
-        cut = math.prod(mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last))  # type: ignore[attr-defined]
+        # The compiler takes no generator here.
+        cut = math.prod([mesh.size(n) for n, p in enumerate(projected.placements) if p.is_shard(last)])  # type: ignore[attr-defined]
     if width % columns or heads % cut:
         got = f"{heads} heads of {columns} columns, and {width} columns on each process"
         fail(ValueError, name, "a multiple of the number of processes that share the heads", got)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..call.checks import fail
-from ..call.private import group_timeout, read_store, write_store
+from ..call.options import differentiated
+from ..call.private import fake_mode, group_timeout, read_store, transforms_active, write_store
+from ..operators import dtensors
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
 MESSAGE = 300  # characters of an error message in a statement, which has to fit
@@ -51,7 +53,10 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def agree(
-    ranks: Ranks, function: str, facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]]
+    ranks: Ranks,
+    function: str,
+    arguments: Mapping[str, Any],
+    facts: Callable[[], tuple[Any, dict[str, Any], dict[str, Any]]],
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Wait until all ranks call the same function with equal options; return (value of this rank, [`own` of all]).
 
@@ -61,12 +66,17 @@ def agree(
 
     Raises:
         TypeError, ValueError, NotImplementedError: on all ranks, if `facts` raises on one or an option differs.
+        NotImplementedError: on all ranks, for DTensors and tangents among the arguments {name: value}, and inside
+            torch.func. On this rank, under FakeTensorMode.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
+    if fake_mode([*arguments.values()]) is not None:  # which cannot send statements either
+        raise NotImplementedError(f"{function}: expected tensors with data, got FakeTensorMode")
     value, problem, text = None, None, None
     options: dict[str, Any] = {}
     own: dict[str, Any] = {}
     try:
+        _refuse(arguments)
         value, options, own = facts()
     except (TypeError, ValueError, NotImplementedError) as error:
         kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
@@ -85,6 +95,15 @@ def agree(
             if other["options"][name] != table[0]["options"][name]:
                 fail(ValueError, name, f"the same on rank {rank} as on rank 0", f"another ({x!r} on this rank)")
     return value, [other["own"] for other in table]
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    dtensors.refuse("fusedattn.distributed", arguments)
+    if transforms_active():
+        raise NotImplementedError("fusedattn.distributed: torch.func cannot transform it, use backward()")
+    with torch.no_grad():  # so that `differentiated` sees only tangents
+        if differentiated(arguments.values()):
+            raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
 
 
 def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 from ..call.checks import check_place, fail, is_int, overridable, type_name, value
+from ..call.private import eager
 from . import ranks as ranks_of
 from .ranks import Ranks
 
@@ -122,6 +123,7 @@ def _checked_dim(x: Tensor, dim: Any) -> int:
 
 
 @overridable
+@eager
 def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = None) -> Tensor:
     """Gather the rows that `shard` gave to each rank, and return the whole tensor on every rank.
 
@@ -138,6 +140,7 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
 
     Raises:
         TypeError, ValueError: on all ranks, for wrong arguments on one.
+        NotImplementedError: on all ranks, for DTensors, for tangents and inside torch.func.
     """
     ranks = ranks_of.of(group)
 
@@ -151,7 +154,7 @@ def unshard(x: Tensor, dim: int, *, group: Any = None, balance: str | None = Non
     if ranks is None:
         facts()
         return x
-    axis, table = ranks_of.agree(ranks, "unshard", facts)
+    axis, table = ranks_of.agree(ranks, "unshard", dict(x=x), facts)
     every = chunks_of("x", [entry["rows"] for entry in table], ranks.size, balance)
     if any(entry["grad"] for entry in table):
         return _Unshard.apply(x, ranks_of.anchor(x), axis, ranks, every)

@@ -120,8 +120,6 @@ def _by_dim(cut: Iterable[int | None]) -> tuple[tuple[int, ...], ...]:
 
 def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
     """Check the placements. Return (mesh, [dimension of the query that each mesh dimension shards, or None])."""
-    from torch.distributed.tensor import Shard
-
     first = next(name for name, x in tensors.items() if is_dtensor(x))
     mesh = tensors[first].device_mesh
     cut: list[int | None] = [None] * mesh.ndim
@@ -138,10 +136,12 @@ def _checked(tensors: Mapping[str, Any]) -> tuple[Any, list[int | None]]:
             if placement.is_replicate():
                 continue
             dims = DIMS.get(name, ())
-            if type(placement) is not Shard or placement.dim not in dims:
+            # By name: the compilers of torch 2.10 to 2.12 take the class of an intermediate result for another one.
+            is_shard = type(placement).__name__ == "Shard"
+            if not is_shard or placement.dim not in dims:
                 kinds = " or ".join(["Replicate", *("sharded on batch", "on heads")[: len(dims)]])
                 more = ""
-                if name in ATTENDED and type(placement) is Shard:
+                if name in ATTENDED and is_shard:
                     columns = f", which cuts head_dim: redistribute it, to Shard({HEADS}) for heads"
                     more = columns if placement.dim == 3 else ": fusedattn.distributed takes sequences in shards"
                 fail(ValueError, name, kinds, f"{placement}{more}")

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -94,7 +95,7 @@ def test_a_checkpoint_has_the_same_bits(rank, size, method):
 @pytest.mark.one_in(2)
 def test_compiled(rank, size, method):
     def double(*inputs):
-        return getattr(distributed, method)(*(x * 2 for x in inputs), causal=True) * 3
+        return distributed.unshard(getattr(distributed, method)(*(x * 2 for x in inputs), causal=True), 2) * 3
 
     compiled = torch.compile(double, backend="aot_eager")
     assert largest(gradients(double, shards()), gradients(compiled, shards())) < TOLERANCE
@@ -200,14 +201,19 @@ def test_the_naive_backward_is_linear_in_the_number_of_documents(rank, size):
 
 
 @on_ranks(2)
-@each_method
-def test_other_derivatives_are_refused(rank, size, method):
-    attend, inputs = getattr(distributed, method), shards(False)
-    with pytest.raises((NotImplementedError, ValueError), match="forward mode"), torch.autograd.forward_ad.dual_level():
+@pytest.mark.parametrize("name", [*METHODS, "unshard"])
+def test_other_derivatives_are_refused(rank, size, name):
+    count = 1 if name == "unshard" else 3
+    attend = getattr(distributed, name) if count == 3 else functools.partial(distributed.unshard, dim=2)
+    inputs = shards(False)[:count]
+    with pytest.raises(NotImplementedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
         attend(torch.autograd.forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
-    with pytest.raises((NotImplementedError, ValueError), match="torch.func"):
-        torch.func.jvp(attend, tuple(inputs), tuple(inputs))
-    inputs = shards()
+    for transform in (torch.func.jacfwd, torch.func.jacrev, torch.vmap):
+        with pytest.raises(NotImplementedError, match="torch.func"):
+            transform(attend)(*inputs)
+    with pytest.raises(NotImplementedError, match="FakeTensorMode"), FakeTensorMode() as mode:
+        attend(*(mode.from_tensor(x) for x in inputs))
+    inputs = shards()[:count]
     (grad,) = torch.autograd.grad(attend(*inputs).square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

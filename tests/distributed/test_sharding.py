@@ -33,7 +33,7 @@ CASES = {
     "weights": ((), dict(causal=True, return_weights=True)),
 }
 # Torch 2.10 gathers gradients of uneven shards with the strides of even shards.
-OLDEST, OLD = (torch.__version__ < (2, minor) for minor in (11, 12))
+OLD = torch.__version__ < (2, 12)
 
 
 def placement(name):
@@ -116,11 +116,8 @@ def test_kernels(rank, size, name, where):
     check_case(name, where, "triton")
 
 
-_REFUSED = pytest.mark.skipif(OLDEST, reason="the compiler of torch 2.10 takes Shard for another class: it is refused")
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["dropout", pytest.param("learned", marks=[pytest.mark.matrix, _REFUSED])])
+@pytest.mark.parametrize("name", ["dropout", pytest.param("learned", marks=pytest.mark.matrix)])
 def test_compiled(rank, size, name):
     check_case(name, HEADS, compiled=True)
 

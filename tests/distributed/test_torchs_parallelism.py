@@ -21,6 +21,9 @@ MODULES = dict(
     layer=lambda: fa.layers.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0),
     encoder=lambda: fa.layers.TransformerEncoder(2, WIDTH, HEADS, 2 * WIDTH, 0.0),
 )
+# (module, whether activations are plain tensors instead of DTensors, whether the module is compiled)
+CASES = [(name, local, False) for name in MODULES for local in (True, False)]
+CASES += [("attention", True, True), ("grouped", False, True), ("layer", False, True), ("encoder", True, True)]
 
 
 def parallel(module, size, local=True):
@@ -35,13 +38,12 @@ def parallel(module, size, local=True):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("local, compiled", [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name, local, compiled", CASES)
 @pytest.mark.one_in(3)
 def test_outputs_and_gradients_are_those_of_one_process(rank, size, name, local, compiled):
     one, x = MODULES[name]().double(), torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
     cut, mine = parallel(one, size, local), x.detach().clone().requires_grad_()
-    found, wanted = (torch.compile(cut, backend="aot_eager") if compiled else cut)(mine), one(x)
+    found, wanted = (torch.compile(cut, backend="aot_eager", fullgraph=True) if compiled else cut)(mine), one(x)
     found, wanted = (y[0] if isinstance(y, tuple) else y for y in (found, wanted))
     for y in (found, wanted):
         y.square().sum().backward()
