@@ -183,11 +183,11 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
         return False
     if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # a word has 64 keys
         return False
-    return bias is None or _forward_bytes(call, form, bias) <= tile_table.TILE_BYTES
+    return _forward_bytes(call, form, bias) <= (tile_table.BACKWARD_BYTES if bias is None else tile_table.TILE_BYTES)
 
 
 def _forward_bytes(call, form, bias):
-    """Return the bytes of shared memory that a forward with a bias takes for tiles and mask bits."""
+    """Return the bytes of shared memory that a forward takes for tiles and mask bits."""
     part, columns_v = part_of(call), value_columns(call)
     columns = width.fn(call.query.shape[3]) if part is None else cdiv(call.query.shape[3], part) * part
     apart = form.stages == 1
@@ -195,7 +195,7 @@ def _forward_bytes(call, form, bias):
     elements = form.rows * columns * (1 if columns > 128 or apart else 2)
     elements += form.keys * (of_key + form.stages * columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # the output tile
-    elements += form.rows * form.keys * bias.element_size() // 2
+    elements += 0 if bias is None else form.rows * form.keys * bias.element_size() // 2
     ahead = cdiv(forward.TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
     return 2 * elements + _word_bytes(call, form, ahead)
 

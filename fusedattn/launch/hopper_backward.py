@@ -28,7 +28,7 @@ def _is_table(call, score):
 
 def _are_rows(call):
     """Return whether row statistics of wide heads are (rows, 4), as packed rows and kernels dq, dkdv and dbias need."""
-    return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None
+    return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None or arguments.sums_sinks_by_row(call)
 
 
 def new_rows(call: Call, stats: Tensor, score) -> tuple[Tensor, int | None]:

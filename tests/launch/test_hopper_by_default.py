@@ -92,6 +92,12 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
         "triton",
         "no tile has room for bias with heads of 256 columns",
     ),
+    "mask, wide values": (
+        [*draw(128)[:2], draw(256)[2]],
+        dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
+        "triton",
+        "no tile has room for mask with heads of 256 columns",
+    ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
     "address of a subclass": ([x.as_subclass(Plain) for x in ODD], {}, "triton", "key lies at an address"),

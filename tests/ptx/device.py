@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 from triton.backends.nvidia import driver
+from triton.runtime.errors import OutOfResources
 
 from fusedattn.call import private
 from fusedattn.launch import launcher
@@ -86,6 +87,10 @@ def _packed(kind, value):
     return struct.pack(_PACKED[kind], value)
 
 
+# Bytes of shared memory that a program may use. Source: CUDA C++ Programming Guide, technical specifications.
+MOST_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
 class Device:
     """An emulated GPU, on which kernels are launched.
 
@@ -101,6 +106,9 @@ class Device:
 
     def load(self, kernel):
         """Replace the launcher of a compiled kernel, so that its launches run on this Device."""
+        needed, limit = kernel.metadata.shared, MOST_SHARED.get(kernel.metadata.target.arch, 0)
+        if needed > limit:
+            raise OutOfResources(needed, limit, "shared memory")
         kernel.module = kernel.function = 0
         kernel._run = absent.Run(lambda *given: self.launch(kernel, given[:3], given[9:]))
 
