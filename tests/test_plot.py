@@ -57,14 +57,9 @@ def test_a_panel_a_head_in_one_scale(shape):
     assert bar.get_ylabel() == "attention weight" and len(figure.axes) == len(heads) + 1
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "titles"),
-    [(1, 2, ["head 1", "head 2"]), (2, 1, ["batch 1", "batch 2"]),
-     (2, 2, [f"batch {b}, head {h}" for b in (1, 2) for h in (1, 2)])],
-)  # fmt: skip
-def test_blocks_of_a_plan(batch, heads, titles):
-    shown = panels(plot.plan(fa.plan(torch.rand(batch, heads, 70, 70) < 0.5)))
-    assert [axes.get_title() for axes in shown] == titles
+@pytest.mark.parametrize(("batch", "heads", "last"), [(1, 2, "head 2"), (2, 1, "batch 2"), (2, 2, "batch 2, head 2")])
+def test_blocks_of_a_plan(batch, heads, last):
+    assert panels(plot.plan(fa.plan(torch.rand(batch, heads, 70, 70) < 0.5)))[-1].get_title() == last
 
 
 WORDS = ["a", " the", "$x$", "\n"]
