@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import WITH_DIM, Call, is_known, sliced
+from ..call.options import WITH_DIM, Call, Origin, is_known, sliced
 from ..call.padding import Padding, padding
 
 WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
@@ -57,10 +57,10 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 def sequences(call: Call) -> list[Call]:
     """Split a packed call into runs of sequences of similar lengths, so that padding wastes little."""
-    # A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
+    # A call of unknown lengths is not split.
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
-    if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
+    if not known or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     lengths = list(zip(differences(rows), differences(keys), strict=True))
@@ -84,11 +84,13 @@ def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int)
     max_seqlen_q, max_seqlen_k = (max(differences(x[first : last + 1])) for x in (rows, keys))
     tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
     pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # mask and bias count from the start of each sequence
+    origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
     return of_batches(call, pairs, B=slice(first, last), **tokens)._replace(
         cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
         cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        origin=origin._replace(plane=origin.plane + first * origin.heads),
     )
 
 

@@ -132,12 +132,13 @@ def test_half_precision_is_converted_once(budget):
     assert saved(functools.partial(fa.attention, causal=True), *tensors) <= inputs + weights
 
 
-@pytest.mark.parametrize("name", ["causal", "bias", "weights"])
+@pytest.mark.parametrize("name", ["causal", "bias", "weights", "dropout"])
 def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch):
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
     monkeypatch.setattr(varlen, "SLACK", 0)
-    options = {"causal": dict(causal=True), "bias": dict(bias="batch"), "weights": dict(grads="weights")}[name]
-    case = cases.Case(name, B=6, Sq=40, Sk=45)._replace(**options)
+    options = {"causal": dict(causal=True), "bias": dict(bias="batch"), "weights": dict(grads="weights")}
+    options["dropout"] = dict(dropout=0.3, grads="out and weights")
+    case = cases.Case(name, B=6, Sq=40, Sk=45)._replace(**options[name])
     tensors, options = case.draw()
     got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)
     assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
