@@ -16,7 +16,7 @@ from . import pairs
 from .blocks import Block, Part, block, parts, spans, uncut
 from .formula import BUDGET, by_part, by_sequence, most, scored, scores_of, sums_of
 from .pairs import prepared
-from .varlen import part_of
+from .varlen import parts_of
 
 LN2 = math.log(2)
 INFINITE = float("inf")
@@ -49,8 +49,7 @@ def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
         yield call, slice(None)
         return
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    for b in range(len(rows) - 1):
-        part = part_of(call, rows, keys, b, b + 1)
+    for b, part in enumerate(parts_of(call, rows, keys, list(range(len(rows))))):
         yield part._replace(cu_seqlens_q=None, cu_seqlens_k=None), slice(rows[b], rows[b + 1])
 
 

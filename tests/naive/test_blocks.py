@@ -13,8 +13,8 @@ from fusedattn.testing.compare import with_gradients
 from .. import cases
 from ..caches import Cached, in_float64, one_by_one
 from ..close import assert_as_good, assert_close, assert_like
-from ..inside import alike as draw
-from ..sequences import attention_varlen, by_sequence
+from ..inside import Seen, alike as draw
+from ..sequences import attention_varlen, by_sequence, offsets
 
 
 @pytest.fixture
@@ -144,6 +144,16 @@ def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch
     assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
     of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
     assert_close(got, tensors, options, case.grads, **of)
+
+
+def test_the_gradient_of_a_part_is_no_larger_than_the_part(monkeypatch):
+    monkeypatch.setattr(varlen, "SLACK", 0)
+    lengths = (9, 1, 1, 1) * 8
+    tensors = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
+    out = fa.attention_varlen(*tensors, offsets(lengths), offsets(lengths), dropout_p=0.5, seed=1)
+    with Seen() as seen:
+        out.sum().backward()
+    assert sum(size == out.numel() for _, size, _ in seen.made) < 30  # with slices: 3 or more for each of 16 parts
 
 
 @pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
