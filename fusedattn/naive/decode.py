@@ -146,7 +146,7 @@ def of_length(call: Call, decode: Decode, first: int, last: int, length: int, pa
         slices["B"] = batches
     if length < call.key.shape[2]:
         slices["K"] = slice(length)
-    call = of_batches(call, None, **slices) if slices else call
+    call = of_batches(call, **slices) if slices else call
     if decode.table is None:
         return call
     caches = decode.key_cache, decode.value_cache

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import INPUTS, Call, Origin, inputs
+from ..call.options import INPUTS, Call, inputs
 from . import pairs
 from .blocks import Block, Part, block, parts, spans, uncut
 from .formula import BUDGET, by_part, by_sequence, most, scored, scores_of, sums_of
 from .pairs import prepared
-from .varlen import part_of
+from .varlen import parts_of
 
 LN2 = math.log(2)
 INFINITE = float("inf")
@@ -49,11 +49,8 @@ def _sequences(call: Call) -> Iterator[tuple[Call, slice]]:
         yield call, slice(None)
         return
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    origin = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
-    for b in range(len(rows) - 1):
-        own = origin._replace(plane=origin.plane + b * origin.heads)
-        part = part_of(call, rows, keys, b, b + 1)
-        yield part._replace(cu_seqlens_q=None, cu_seqlens_k=None, origin=own), slice(rows[b], rows[b + 1])
+    for b, part in enumerate(parts_of(call, rows, keys, list(range(len(rows))))):
+        yield part._replace(cu_seqlens_q=None, cu_seqlens_k=None), slice(rows[b], rows[b + 1])
 
 
 def backward(

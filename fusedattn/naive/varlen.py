@@ -1,17 +1,27 @@
 """Splits a packed call into parts of similar lengths, pads each part to a batch, and unpads and joins the results."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.options import WITH_DIM, Call, is_known, sliced
+from ..call.options import DIMS, WITH_DIM, Call, Origin, is_known, sliced
 from ..call.padding import Padding, padding
 
 WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
 SLACK = 2**14  # wasted scores of one head that are cheaper than another call
+
+
+def pad(where: Padding, packed: Tensor) -> Tensor:
+    """Pad packed rows or keys (1, H, total, ...) with zeros to a batch (n, H, most, ...)."""
+    return where.pad(packed.squeeze(0).transpose(0, 1)).transpose(1, 2)
+
+
+def unpad(where: Padding, padded: Any, nothing: float = 0.0) -> Any:
+    """Undo `pad`. None stays None. Rows outside of all sequences become `nothing`."""
+    return None if padded is None else where.unpad(padded.transpose(1, 2), nothing).transpose(0, 1)[None]
 
 
 def padded(call: Call) -> tuple[Call, Padding]:
@@ -19,9 +29,6 @@ def padded(call: Call) -> tuple[Call, Padding]:
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
-
-    def pad(where, tensor):
-        return where.pad(tensor.squeeze(0).transpose(0, 1)).transpose(1, 2)
 
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])
@@ -34,11 +41,8 @@ def padded(call: Call) -> tuple[Call, Padding]:
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
     """Convert the results of a padded call back to packed sequences. rows: the Padding from `padded`."""
 
-    def unpad(tensor, nothing=0.0):
-        return None if tensor is None else rows.unpad(tensor.transpose(1, 2), nothing).transpose(0, 1)[None]
-
-    more = unpad(lse, float("-inf")), unpad(weights)
-    return unpad(out), *(x if x is None else x.contiguous() for x in more)
+    more = unpad(rows, lse, float("-inf")), unpad(rows, weights)
+    return unpad(rows, out), *(x if x is None else x.contiguous() for x in more)
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
@@ -57,20 +61,20 @@ def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator
 
 def sequences(call: Call) -> list[Call]:
     """Split a packed call into runs of sequences of similar lengths, so that padding wastes little."""
-    # A call with dropout is not split, because dropout depends on a sequence's index. Nor is a call of unknown lengths.
+    # A call of unknown lengths is not split.
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     known = is_known(call.cu_seqlens_q) and is_known(call.cu_seqlens_k)
-    if not known or call.seed is not None or len(call.cu_seqlens_q) == 1:
+    if not known or len(call.cu_seqlens_q) == 1:
         return [call]
     rows, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     lengths = list(zip(differences(rows), differences(keys), strict=True))
-    return [part_of(call, rows, keys, *run) for run in runs(lengths, WASTE, SLACK)]
+    return parts_of(call, rows, keys, [first for first, _ in runs(lengths, WASTE, SLACK)] + [len(lengths)])
 
 
-def of_batches(call: Call, pairs: Mapping[str, slice] | None = None, **slices: slice) -> Call:
+def of_batches(call: Call, **slices: slice) -> Call:
     """Slice the tensors of a call that have a batch dimension (see `sliced`): B=slice(2, 4) keeps batches 2 and 3."""
     present = {name: x for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}
-    fields: dict[str, Any] = {name: sliced(name, x, pairs, **slices) for name, x in present.items()}
+    fields: dict[str, Any] = {name: sliced(name, x, None, **slices) for name, x in present.items()}
     return call._replace(**fields)
 
 
@@ -78,18 +82,32 @@ def differences(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
-def part_of(call: Call, rows: list[int], keys: list[int], first: int, last: int) -> Call:
-    """Return sequences first .. last - 1 of a packed call. rows, keys: its offsets."""
+def parts_of(call: Call, rows: list[int], keys: list[int], starts: list[int]) -> list[Call]:
+    """Split a packed call before each sequence in `starts`, from 0 to the number of sequences. rows, keys: offsets."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    max_seqlen_q, max_seqlen_k = (max(differences(x[first : last + 1])) for x in (rows, keys))
-    tokens = dict(Q=slice(rows[first], rows[last]), K=slice(keys[first], keys[last]))
-    pairs = dict(Q=slice(max_seqlen_q), K=slice(max_seqlen_k))  # mask and bias count from the start of each sequence
-    return of_batches(call, pairs, B=slice(first, last), **tokens)._replace(
-        cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first],
-        cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first],
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
+    sizes = {"B": differences(starts)}
+    for letter, offsets, x in (("Q", rows, call.query), ("K", keys, call.key)):
+        sizes[letter] = differences([0, *(offsets[b] for b in starts), x.shape[2]])  # with tokens before and after
+
+    def cut(name: str, x: Tensor) -> Sequence[Tensor]:
+        letters = DIMS[name]
+        # Use `split`, not slices: the gradient of each slice would be as large as x.
+        for letter in "QK" if letters != "BHQK" else ():
+            if letter in letters:
+                return x.split(sizes[letter], letters.index(letter))[1:-1]
+        return x.split(sizes["B"]) if x.shape[0] > 1 else [x] * len(sizes["B"])
+
+    fields = {name: cut(name, x) for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}
+    origin, parts = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin), []
+    for (first, last), *values in zip(itertools.pairwise(starts), *fields.values(), strict=True):
+        max_seqlen_q, max_seqlen_k = (max(differences(x[first : last + 1])) for x in (rows, keys))
+        own: dict[str, Any] = dict(zip(fields, values, strict=True))
+        for name in own.keys() & {"mask", "bias"}:  # these count from the start of each sequence
+            own[name] = sliced(name, own[name], Q=slice(max_seqlen_q), K=slice(max_seqlen_k))
+        own |= dict(cu_seqlens_q=call.cu_seqlens_q[first : last + 1] - rows[first], max_seqlen_q=max_seqlen_q)
+        own |= dict(cu_seqlens_k=call.cu_seqlens_k[first : last + 1] - keys[first], max_seqlen_k=max_seqlen_k)
+        parts.append(call._replace(**own, origin=origin._replace(plane=origin.plane + first * origin.heads)))
+    return parts
 
 
 def joined(results: list[tuple], axis: int, columns: int | None = None) -> tuple:

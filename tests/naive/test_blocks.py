@@ -13,8 +13,8 @@ from fusedattn.testing.compare import with_gradients
 from .. import cases
 from ..caches import Cached, in_float64, one_by_one
 from ..close import assert_as_good, assert_close, assert_like
-from ..inside import alike as draw
-from ..sequences import attention_varlen, by_sequence
+from ..inside import Seen, alike as draw
+from ..sequences import attention_varlen, by_sequence, offsets
 
 
 @pytest.fixture
@@ -132,17 +132,28 @@ def test_half_precision_is_converted_once(budget):
     assert saved(functools.partial(fa.attention, causal=True), *tensors) <= inputs + weights
 
 
-@pytest.mark.parametrize("name", ["causal", "bias", "weights"])
+@pytest.mark.parametrize("name", ["causal", "bias", "weights", "dropout"])
 def test_one_long_sequence_does_not_make_all_as_long(name, computed, monkeypatch):
     rows, keys = (3, 40, 0, 5, 37, 2), (4, 45, 3, 6, 45, 1)
     monkeypatch.setattr(varlen, "SLACK", 0)
-    options = {"causal": dict(causal=True), "bias": dict(bias="batch"), "weights": dict(grads="weights")}[name]
-    case = cases.Case(name, B=6, Sq=40, Sk=45)._replace(**options)
+    options = {"causal": dict(causal=True), "bias": dict(bias="batch"), "weights": dict(grads="weights")}
+    options["dropout"] = dict(dropout=0.3, grads="out and weights")
+    case = cases.Case(name, B=6, Sq=40, Sk=45)._replace(**options[name])
     tensors, options = case.draw()
     got = with_gradients(attention_varlen(rows, keys, "naive"), tensors, options, case.grads)
     assert sum(x["shape"].numel() for x in computed) < 0.7 * 6 * 2 * 40 * 45
     of = dict(apply=lambda function: by_sequence(function, rows, keys), lengths=(rows, keys))
     assert_close(got, tensors, options, case.grads, **of)
+
+
+def test_the_gradient_of_a_part_is_no_larger_than_the_part(monkeypatch):
+    monkeypatch.setattr(varlen, "SLACK", 0)
+    lengths = (9, 1, 1, 1) * 8
+    tensors = [torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3)]
+    out = fa.attention_varlen(*tensors, offsets(lengths), offsets(lengths), dropout_p=0.5, seed=1)
+    with Seen() as seen:
+        out.sum().backward()
+    assert sum(size == out.numel() for _, size, _ in seen.made) < 30  # with slices: 3 or more for each of 16 parts
 
 
 @pytest.mark.parametrize("page", [None, 8], ids=["rows", "pages"])
