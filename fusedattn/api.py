@@ -68,8 +68,9 @@ def attention(
         differentiable. A row that sees nothing: output 0, lse -inf (or the sink), weights 0.
 
     Query, key, value, bias, slopes and sinks have derivatives by autograd, forward mode and torch.func, also nested.
-    Second derivatives follow the formula, a block of rows at a time. Under torch.vmap each call drops different
-    weights; with randomness="same", or mapped seeds, each drops the weights that a single call drops.
+    Second derivatives follow the formula, a block of rows at a time; packed sequences are padded to the longest. Under
+    torch.vmap each call drops different weights; with randomness="same", or mapped seeds, each drops the weights that a
+    single call drops.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

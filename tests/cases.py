@@ -80,15 +80,9 @@ class Case(NamedTuple):
             tensors["lse"] = tensors["lse"][:1, :1, :1].expand(tensors["lse"].shape)
         tensors["weights"] = normal(self.B, self.Hq, self.Sq, self.Sk)
         options = dict(causal=self.causal, window=self.window, align=self.align, scale=self.scale)
-        shapes = {
-            "pairs": (self.B, self.Hq, self.Sq, self.Sk),
-            "batch": (self.B, 1, self.Sq, self.Sk),
-            "heads": (1, self.Hq, self.Sq, self.Sk),
-            "rank 2": (self.Sq, self.Sk),
-            "rows": (self.B, 1, self.Sq, 1),
-            "keys": (1, self.Hq, 1, self.Sk),
-            "one a head": (1, self.Hq, 1, 1),
-        }
+        B, H, Q, K = self.B, self.Hq, self.Sq, self.Sk
+        shapes = {"pairs": (B, H, Q, K), "batch": (B, 1, Q, K), "heads": (1, H, Q, K), "rank 2": (Q, K)}
+        shapes |= {"rows": (B, 1, Q, 1), "keys": (1, H, 1, K), "one a head": (1, H, 1, 1)}
         if self.mask is not None:
             options["mask"] = visible(*shapes[self.mask])
             if self.mask in ("pairs", "rank 2"):

@@ -123,10 +123,8 @@ if INTERPRETED and importlib.util.find_spec("triton"):
     _operators = semantic.TritonSemantic
     _broadcast_of, _operators.broadcast_impl_value = _operators.broadcast_impl_value, _broadcast
     _cast_of, _operators.cast = _operators.cast, _cast
-    _check_operands_of, _operators.binary_op_type_checking_impl = (
-        _operators.binary_op_type_checking_impl,
-        _check_operands,
-    )
+    _check_operands_of = _operators.binary_op_type_checking_impl
+    _operators.binary_op_type_checking_impl = _check_operands
     upstream._patch_attr = _patch_attribute
     _unwrap_of, language._unwrap_if_constexpr = language._unwrap_if_constexpr, _unwrap
     _careful = upstream.interpreter_builder.options

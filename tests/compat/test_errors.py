@@ -51,21 +51,14 @@ CALLS = {
 OTHERS = dict(pages=flash.flash_attn_varlen_func, sdpa=for_torch.scaled_dot_product_attention, layer=LAYER)
 OTHERS["MultiheadAttention"] = for_torch.MultiheadAttention
 DENSE = [
-    (TypeError, "q", None),
-    (TypeError, "k", K.half()),
-    (ValueError, "v", K[:, :6]),
+    (TypeError, "q", None), (TypeError, "k", K.half()), (ValueError, "v", K[:, :6]),
     (ValueError, "alibi_slopes", torch.zeros(3)),
-]
+]  # fmt: skip
 PACKED = [
-    (ValueError, "q", Q),
-    (ValueError, "k", KT[..., :4]),
-    (ValueError, "v", KT[:6]),
-    (TypeError, "cu_seqlens_q", CU.long()),
-    (ValueError, "cu_seqlens_q", offsets([3, 6])),
-    (ValueError, "max_seqlen_q", 6),
-    (TypeError, "max_seqlen_k", 7.0),
-    (ValueError, "softmax_scale", math.nan),
-]
+    (ValueError, "q", Q), (ValueError, "k", KT[..., :4]), (ValueError, "v", KT[:6]),
+    (TypeError, "cu_seqlens_q", CU.long()), (ValueError, "cu_seqlens_q", offsets([3, 6])),
+    (ValueError, "max_seqlen_q", 6), (TypeError, "max_seqlen_k", 7.0), (ValueError, "softmax_scale", math.nan),
+]  # fmt: skip
 WRONG = [
     *(("flash_attn_func", *each) for each in DENSE),
     *(("flash_attn_varlen_func", *each) for each in PACKED),

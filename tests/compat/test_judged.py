@@ -153,10 +153,7 @@ JUDGED = [
     (AllOwn, 0, "AllOwn, whose code"),
     (HalfOwn, 1, "OwnAttention of HalfOwn, which"),
     (HalfExp, 1, "ExpAttention of HalfExp, which"),
-    (Changed, 2, None),
-    (MaskedOnly, 2, None),
-    (Open, 2, None),
-    (OnlyEager, 2, None),
+    *[(kind, 2, None) for kind in (Changed, MaskedOnly, Open, OnlyEager)],
 ]
 
 

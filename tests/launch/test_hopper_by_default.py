@@ -78,26 +78,13 @@ def test_packed_sequences_take_its_kernels(dim):
 
 ODD = [torch.empty(2 * 8 * 300 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 300, 64) for _ in range(3)]
 EXPANDED = [draw(64, heads=(8, 1))[0], *(x.expand(-1, 8, -1, -1) for x in draw(64, heads=(8, 1))[1:])]
+WIDE_VALUES, MASKED = [*draw(128)[:2], draw(256)[2]], dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta"))
+SLOPES, NO_TILE = dict(alibi_slopes=torch.ones(8, device="meta")), "no tile has room for %s with heads of 256 columns"
 OTHERS = {  # (inputs, options, backend of the call, reason against the preferred backend)
-    "slopes, mask": (
-        draw(256),
-        dict(alibi_slopes=torch.ones(8, device="meta"), mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
-        "triton",
-        "no tile has room for alibi_slopes and mask with heads of 256 columns",
-    ),
+    "slopes, mask": (draw(256), SLOPES | MASKED, "triton", NO_TILE % "alibi_slopes and mask"),
+    "mask, wide values": (WIDE_VALUES, MASKED, "triton", NO_TILE % "mask"),
+    "a wide bias": (WIDE_VALUES, dict(bias=torch.empty(300, 300, device="meta")), "triton", NO_TILE % "bias"),
     "bias": (draw(128), dict(bias=torch.empty(300, 301, device="meta")[:, 1:]), "triton", "strides of bias"),
-    "a wide bias": (
-        [*draw(128)[:2], draw(256)[2]],
-        dict(bias=torch.empty(300, 300, device="meta")),
-        "triton",
-        "no tile has room for bias with heads of 256 columns",
-    ),
-    "mask, wide values": (
-        [*draw(128)[:2], draw(256)[2]],
-        dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
-        "triton",
-        "no tile has room for mask with heads of 256 columns",
-    ),
     "strides": (EXPANDED, {}, "triton", "strides of key"),  # TMA cannot read stride 0
     "address": (ODD, {}, "triton", "query lies at an address that is no multiple of 16"),
     "address of a subclass": ([x.as_subclass(Plain) for x in ODD], {}, "triton", "key lies at an address"),
@@ -125,9 +112,8 @@ def test_copies_are_made_where_rows_see_many_keys(inputs, options, taken):
 
 OF_SCORES = {
     "softcap": dict(softcap=3.0), "scale": dict(scale=0.0), "dropout": dict(dropout_p=0.1, seed=1),
-    "sinks": dict(sinks=torch.ones(8, device="meta")), "slopes": dict(alibi_slopes=torch.ones(8, device="meta")),
+    "sinks": dict(sinks=torch.ones(8, device="meta")), "slopes": SLOPES, "mask": MASKED,
     "query mask": dict(query_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
-    "mask": dict(mask=torch.ones(300, 300, dtype=torch.bool, device="meta")),
     "key mask": dict(key_mask=torch.ones(2, 300, dtype=torch.bool, device="meta")),
     "bias": dict(bias=torch.empty(8, 304, 304, dtype=torch.bfloat16, device="meta")[None, :, :300, :300]),
     "bias of rows": dict(bias=torch.empty(300, 1, device="meta")),
