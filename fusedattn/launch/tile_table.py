@@ -193,7 +193,7 @@ TABLE = {
     ("dkdv", 80, 2, 256): (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
     ("dkdv", 80, 2, 512): (Tile(32, 32, 8, 2, spills=20), Tile(32, 16, 8, 2)),
     ("dkdv", 86, 2, 256): (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
-    ("dkdv", 86, 2, 512): (Tile(32, 16, 8, 2),),
+    ("dkdv", 86, 2, 512): (Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # the first has no room for a float32 bias
     ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)),
     # dk and dv take half of the registers. 32 x 128 does not spill, but takes 30% more instructions a row.
     ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 3, spills=192), Tile(32, 64, 4, 2)),

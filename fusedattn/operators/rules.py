@@ -88,6 +88,8 @@ def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: s
 def check_forward(*arguments: Any) -> None:
     _, call, (_, need_weights, _, backend) = FORWARD.split(arguments)
     check_call(call, backend, need_weights)
+    if call.partial and need_weights and call.query.dtype.itemsize == 2:
+        fail(ValueError, "need_weights", f"False: parts have no weights in {call.query.dtype}", True)
 
 
 def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:

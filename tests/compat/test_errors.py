@@ -50,10 +50,8 @@ CALLS = {
 }
 OTHERS = dict(pages=flash.flash_attn_varlen_func, sdpa=for_torch.scaled_dot_product_attention, layer=LAYER)
 OTHERS["MultiheadAttention"] = for_torch.MultiheadAttention
-DENSE = [
-    (TypeError, "q", None), (TypeError, "k", K.half()), (ValueError, "v", K[:, :6]),
-    (ValueError, "alibi_slopes", torch.zeros(3)),
-]  # fmt: skip
+DENSE = (TypeError, "q", None), (TypeError, "k", K.half()), (ValueError, "v", K[:, :6])
+DENSE = *DENSE, (ValueError, "alibi_slopes", torch.zeros(3))
 PACKED = [
     (ValueError, "q", Q), (ValueError, "k", KT[..., :4]), (ValueError, "v", KT[:6]),
     (TypeError, "cu_seqlens_q", CU.long()), (ValueError, "cu_seqlens_q", offsets([3, 6])),
@@ -73,13 +71,10 @@ WRONG = [
     ("flash_attn_varlen_qkvpacked_func", ValueError, "qkv", torch.zeros(10, 2, 4, 8)),
     ("flash_attn_varlen_qkvpacked_func", ValueError, "cu_seqlens", offsets([3, 6])),
     ("flash_attn_varlen_qkvpacked_func", ValueError, "max_seqlen", 6),
-    ("pages", ValueError, "block_table", ints([0], [9])),
-    ("pages", ValueError, "block_table", ints([0])),
+    ("pages", ValueError, "block_table", ints([0], [9])), ("pages", ValueError, "block_table", ints([0])),
     ("pages", TypeError, "block_table", torch.tensor([[0], [1]])),
-    ("pages", ValueError, "cu_seqlens_k", offsets([2, 5])),
-    ("pages", ValueError, "cu_seqlens_k", offsets([3, -1])),
-    ("pages", ValueError, "k", POOL[0]),
-    ("pages", ValueError, "v", POOL[:, :3]),
+    ("pages", ValueError, "cu_seqlens_k", offsets([2, 5])), ("pages", ValueError, "cu_seqlens_k", offsets([3, -1])),
+    ("pages", ValueError, "k", POOL[0]), ("pages", ValueError, "v", POOL[:, :3]),
     ("sdpa", TypeError, "key", torch.nested.nested_tensor([torch.randn(3, 8)])),
     ("sdpa", ValueError, "query", torch.randn(8)),
     ("sdpa", ValueError, "key", torch.randn(3, 4, 5, 8)),  # another batch size
@@ -87,15 +82,14 @@ WRONG = [
     ("sdpa", ValueError, "key", SDPA_KEY[:, :3], dict(value=SDPA_KEY[:, :3], enable_gqa=True)),
     ("sdpa", ValueError, "query", SDPA_QUERY[0, 0], dict(enable_gqa=True)),
     ("sdpa", ValueError, "value", torch.randn(2, 4, 6, 8)),  # longer than key
-    ("sdpa", ValueError, "key", torch.randn(2, 4, 5, 6)),
-    ("sdpa", TypeError, "value", SDPA_KEY.double()),
+    ("sdpa", ValueError, "key", torch.randn(2, 4, 5, 6)), ("sdpa", TypeError, "value", SDPA_KEY.double()),
     ("sdpa", ValueError, "is_causal", True, dict(attn_mask=torch.ones(3, 5).bool())),
     ("sdpa", ValueError, "attn_mask", torch.zeros(1, 2, 4, 3, 5)),
     ("sdpa", TypeError, "attn_mask", torch.zeros(3, 5).double()),
     ("MultiheadAttention", ValueError, "num_heads", 3),
     ("layer", ValueError, "key_padding_mask", torch.zeros(2, 3).bool()),
     ("layer", TypeError, "key_padding_mask", torch.zeros(2, 5).byte()),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}, {row[2]}")

@@ -245,10 +245,7 @@ def test_a_disk_that_is_full_is_asked_again(failing):
 @compiled
 def test_a_second_thread_waits_until_a_kernel_is_loaded():
     launched, others = [], []
-
-    def call():
-        with torch.no_grad():
-            fa.attention(*draw("cpu"), backend="triton")
+    call = torch.no_grad()(lambda: fa.attention(*draw("cpu"), backend="triton"))
 
     def load(kernel):
         kernel._run = absent.Run(lambda *given: launched.append(given[4]))  # Triton sets it first

@@ -87,6 +87,7 @@ WRONG = {
     ) + [
         wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1]),
         wrong("mask_bits", mask_bits=fa.plan(bools(1, 1)).mask_bits.mT.contiguous().mT),
+        wrong("need_weights", need_weights=True, partial=True, **{x: DENSE[x].half() for x in [*DENSE][:3]}),
     ],
     "packed forward": of_values(dict(cu_seqlens_q=[None], cu_seqlens_k=[None]), TypeError) + of_values(
         dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+import fusedattn as fa
 from fusedattn import reference
 from fusedattn.call.options import INPUTS, Call
 from fusedattn.launch import hopper_forward
@@ -82,6 +83,16 @@ def test_all_keys_and_sinks_in_one_part(dim, kernels):
     tensors = dict(query=query, key=key, value=value, out=grad)
     verdict = compare.compare(found, tensors, dict(sinks=call.sinks[0]), "out")
     assert not {name: each for name, each in verdict.items() if not each.ok}
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("error:fusedattn takes a slower path")
+def test_a_float32_bias_of_the_widest_heads_fits_a_small_gpu():
+    inputs = [torch.randn(1, 1, 16, 512).bfloat16().requires_grad_() for _ in range(3)]
+    with device.gpu(86) as gpu:
+        out = fa.attention(*inputs, bias=torch.randn(1, 1, 16, 16), backend="triton")
+        torch.autograd.grad(out.sum(), inputs)
+    assert gpu.launches[-1].name == "dkdv"
 
 
 FUNCTIONS = (at_once, reference.eager), (oracle, reference.attention)
