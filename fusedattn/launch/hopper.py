@@ -183,7 +183,7 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
         return False
     if form.keys < tile_table.WARPGROUP_ROWS and not call.mask is call.mask_bits is None:  # a word has 64 keys
         return False
-    return _forward_bytes(call, form, bias) <= (tile_table.BACKWARD_BYTES if bias is None else tile_table.TILE_BYTES)
+    return _forward_bytes(call, form, bias) <= (tile_table.TILE_BYTES if bias is None else tile_table.BIASED_BYTES)
 
 
 def _forward_bytes(call, form, bias):
@@ -211,7 +211,7 @@ def bias_tiles(call, bias, form):
     size = each * (1 if bias.shape[2] == 1 else each) * bias.element_size()
     elements = (form.keys + rows) * sum(tile_widths(call)) + 2 * form.keys * form.rows  # k, v; q, do; two steps of ds
     singles = 2 * each * each + 4 * rows  # float32: dq, row statistics
-    left = tile_table.BACKWARD_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form, form.stages)
+    left = tile_table.TILE_BYTES - 2 * elements - 4 * singles - _word_bytes(call, form, form.stages)
     return 2 * max(0, min(2, left // (2 * size)))  # even: each tile then has one reader, which misses no barrier phase
 
 

@@ -72,8 +72,8 @@ MULTIPROCESSORS = 132  # of an H100 or H200; the number of each GPU that `explai
 # warps together need more than all had at launch, setmaxnreg waits for ever.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 CLEANING_REGISTERS = {2: (168, 232, 40), 3: (128, 160, 32)}  # with a mask of keys or pairs the copying warp needs more
-TILE_BYTES = 230400  # shared memory for tiles of a Hopper forward with a bias; barriers and small data take the rest
-BACKWARD_BYTES = 231424  # the same for the Hopper backward, and for a forward without a bias
+TILE_BYTES = 231424  # shared memory for tiles of a Hopper kernel; barriers and small data take the rest
+BIASED_BYTES = 230400  # the same for a forward with a bias
 FEW_ROWS = 64  # calls with at most this many rows use tiles of at most 64 x 64; limit of `pack_gqa` outside of Hopper
 PREFILL_ROWS = 128  # calls to caches with at least this many queries a sequence may run the Hopper forward
 COPIED_LENGTH = 2048  # minimum rows, and keys seen by a row, of calls whose tensors are copied if TMA cannot read them
