@@ -14,17 +14,14 @@ from torch import Tensor
 
 from ..api import attention_varlen
 from ..call.checks import check_rank, check_tensors, fail, overridable
-from ..call.options import DIMS, Arguments, Call, Lengths, Origin, in_full
+from ..call.options import DIMS, Arguments, Call, Lengths, Origin
 from ..call.private import eager
-from ..call.rules import Sizes, check_options
+from ..call.rules import Sizes
 from ..call.varlen import check_lengths
 from ..naive.varlen import differences
 from .global_call import GlobalCall, Piece, agreed, attend, attend_globally, prepared
 from .parts import Compute, in_pieces
-from .ranks import Ranks
 from .shards import Chunk, gathered, scattered
-
-_BY_DOCUMENT = "mask", "bias", "alibi_slopes"  # options that may differ between documents
 
 
 @overridable
@@ -107,32 +104,27 @@ def gather_attention_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as `ring_attention`.
     """
     given = locals()
-    offsets: list[int] = []
 
-    def prepare(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
+    def prepare(arguments: Arguments, backend: Any) -> Call:
         inputs = dict(query=query, key=key, value=value)
         check_tensors(**inputs, cu_seqlens=cu_seqlens)
         for name, x in inputs.items():
             check_rank(name, x, "(rows, H, D)")
-        batched: dict[str, Any] = {name: x.transpose(0, 1)[None] for name, x in inputs.items()}
-        call, _ = prepared(arguments._replace(**batched, **dict.fromkeys(_BY_DOCUMENT)), backend, ranks)
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"{query.shape[0]} rows, as query has", key.shape[0])
         check_lengths(Lengths(cu_seqlens, cu_seqlens, query.shape[0], key.shape[0], None, None), query.device)
-        offsets.extend(cu_seqlens.tolist())
-        by_document: dict[str, Any] = {name: getattr(arguments, name) for name in _BY_DOCUMENT}
-        longest = max(differences(offsets), default=0)
-        sizes = Sizes(query.device, query.dtype, len(offsets) - 1, query.shape[1], *(longest,) * 2)
-        check_options(Arguments(call.query, call.key, call.value, **by_document), sizes)
-        fields = {name: in_full(name, x) for name, x in by_document.items()}
-        return call._replace(**fields, cu_seqlens_q=cu_seqlens), dict(cu_seqlens=tuple(offsets))
+        longest = max(differences(cu_seqlens.tolist()), default=0)
+        sizes = Sizes(query.device, query.dtype, len(cu_seqlens) - 1, query.shape[1], longest, longest)
+        batched: dict[str, Any] = {name: x.transpose(0, 1)[None] for name, x in inputs.items()}
+        call = prepared(arguments._replace(**batched), backend, ("mask", "bias", "alibi_slopes"), sizes)
+        return call._replace(cu_seqlens_q=cu_seqlens)
 
     if (whole := agreed("gather_attention_varlen", given, prepare)) is None:
         options = {name: x for name, x in given.items() if name not in ("group", "balance", "cu_seqlens")}
         return attention_varlen(**options, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     lengths = Lengths(cu_seqlens, cu_seqlens, whole.total_keys, whole.total_keys, None, None)
     check_lengths(lengths, query.device, values=True)
-    pieces = _documents(whole, offsets)
+    pieces = _documents(whole, cu_seqlens.tolist())
     out, lse, _ = attend_globally(whole, in_pieces(functools.partial(_gather, pieces=pieces)))
     assert out is not None
     out = out.squeeze(0).transpose(0, 1)

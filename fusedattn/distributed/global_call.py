@@ -110,25 +110,24 @@ class Method(NamedTuple):
     backward: Callable[[GlobalCall, Sequence[Any], Sequence[Any]], dict[str, Tensor | None]]
 
 
-Prepare = Callable[[Arguments, Any, Ranks], tuple[Call, dict[str, Any]]]
-
-
-def prepared(arguments: Arguments, backend: Any, ranks: Ranks) -> tuple[Call, dict[str, Any]]:
-    """Check this rank's arguments, and return (Call, further options that must be equal on all ranks)."""
+def prepared(
+    arguments: Arguments, backend: Any, separate: Sequence[str] = ("mask", "bias"), sizes: Sizes | None = None
+) -> Call:
+    """Check this rank's arguments, and return them as a Call. separate: options to check with `sizes`."""
     query = arguments.query
     if isinstance(query, Tensor):
         check_rank("query", query, "(B, H, rows, D)")
-    call = checked(arguments._replace(mask=None, bias=None), named=backends.named(backend) is not None)
-    pairs: dict[str, Any] = dict(mask=arguments.mask, bias=arguments.bias)
-    for name, x in pairs.items():
+    call = checked(arguments._replace(**dict.fromkeys(separate)), named=backends.named(backend) is not None)
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in separate}
+    for name, x in options.items():
         if isinstance(x, Plan):
             fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass a bool tensor")
         # The number of keys on all ranks is not known yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
-        sizes = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
-        check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes)
-    return call._replace(**{name: in_full(name, x) for name, x in pairs.items()}), {}
+        of_shard = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
+        check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes or of_shard)
+    return call._replace(**{name: in_full(name, x) for name, x in options.items()})
 
 
 def attend(function: Callable[..., Any], given: dict[str, Any], method: Method) -> Any:
@@ -165,7 +164,9 @@ class _Attend(torch.autograd.Function):
         return None, None, None, *[grads.get(name) for name in TENSORS]
 
 
-def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) -> GlobalCall | None:
+def agreed(
+    function: str, given: dict[str, Any], prepare: Callable[[Arguments, Any], Call] = prepared
+) -> GlobalCall | None:
     """Agree with all ranks on a call {name: argument}, and return the GlobalCall; None without a process group."""
     # All ranks raise if an argument is wrong on one rank, or differs between ranks.
     ranks, balance, backend = ranks_of.of(given["group"]), given.get("balance"), given["backend"]
@@ -179,10 +180,10 @@ def agreed(function: str, given: dict[str, Any], prepare: Prepare = prepared) ->
         check_balance(balance)
         backends.check_name(backend)
         check_flags(**flags)
-        call, more = prepare(arguments, backend, ranks)
+        call = prepare(arguments, backend)
         if (named := backends.named(backend)) is not None:  # all ranks raise if the caller's backend cannot run
             _backend(call, set(), flags["return_weights"], named)
-        return call, _common(call, arguments) | more | dict(balance=balance, **flags, backend=named), _own(call)
+        return call, _common(call, arguments) | dict(balance=balance, **flags, backend=named), _own(call)
 
     call, table = ranks_of.agree(ranks, function, arguments._asdict(), facts)
     rows, keys = (chunks_of(name, [entry[name] for entry in table], ranks.size, balance) for name in ("query", "key"))
@@ -230,7 +231,8 @@ def _common(call: Call, arguments: Arguments) -> dict[str, Any]:
         seed = int(seed) if seed.device.type == "cpu" else "a tensor"  # reading it would wait for the GPU
     common |= dict(causal=arguments.causal, window=(call.left, call.right), scale=call.scale, softcap=call.softcap)
     common |= dict(dropout_p=call.dropout_p, seed=seed, grad_mode=torch.is_grad_enabled())
-    return common | dict(align="top_left" if call.top_left else "bottom_right")
+    offsets = None if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    return common | dict(align="top_left" if call.top_left else "bottom_right", cu_seqlens=offsets)
 
 
 def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None) -> str:
