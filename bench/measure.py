@@ -124,17 +124,9 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
     torch.set_num_threads(threads if on_gpu else 1)
     try:
         for case in cases:
-            workload, refused = None, None
-            try:
-                workload = Workload(case, device)
-            except Exception as error:
-                refused = dict(status=status(error))
+            workload = functools.cache(functools.partial(Workload, case, device))
             for mode, some in itertools.product(modes, [[name] for name in names] if on_gpu else [names]):
-                if workload is None:
-                    found = [(name, refused, "") for name in some]
-                else:
-                    found = _measure(workload, mode, some, device, budget_ms)
-                for label, columns, why in found:
+                for label, columns, why in _measure(workload, case, mode, some, device, budget_ms):
                     yield rows.row(machine, mode, label, case, **columns), why
                 gc.collect()
                 if on_gpu:
@@ -143,23 +135,24 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
         torch.set_num_threads(threads)
 
 
-def _measure(workload, mode, names, device, budget_ms):
+def _measure(workload, case, mode, names, device, budget_ms):
     """Return [(label, columns of the row, reason why the result is wrong or "")], one for each provider."""
-    case, found, steps = workload.case, {}, {}
+    # workload() returns the Workload of the case, or raises if its tensors cannot be drawn.
+    found, steps = {}, {}
     with torch.set_grad_enabled(mode in MODES[1:]):
         for name in names:
             label, columns, why = name, {}, ""
             try:
-                label, call = workload.label(name), workload.call(name)
+                label, call = workload().label(name), workload().call(name)
                 if mode == "graph" and torch.device(device).type != "cuda":
                     raise Unsupported("a CUDA graph needs a GPU")
                 with call.inside():
-                    step = workload.step(mode, call)
+                    step = workload().step(mode, call)
                     result, columns["peak_mib"] = _peak(step, device)
                 if "dropout" in case.options and not name.startswith(("fusedattn", "naive")):
                     columns["status"] = "unchecked: its dropout has bits of its own"
                 else:
-                    columns["err_max"], columns["err_eager"], why = workload.judge(mode, call, result)
+                    columns["err_max"], columns["err_eager"], why = workload().judge(mode, call, result)
                     columns["status"] = "wrong" if why else "ok"
                 del result
                 steps[name] = step
@@ -167,7 +160,7 @@ def _measure(workload, mode, names, device, budget_ms):
                 columns = dict(status=status(error))
             found[name] = label, columns, why
         try:
-            timed = times(steps, mode, device, budget_ms, lambda name: workload.call(name).inside())
+            timed = times(steps, mode, device, budget_ms, lambda name: workload().call(name).inside())
         except Exception as error:
             timed, found = {}, found | {name: (found[name][0], dict(status=status(error)), "") for name in steps}
     for name, (p20, p50, p80) in timed.items():

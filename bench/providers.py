@@ -116,21 +116,13 @@ def _real(case, tensors):
     return tensors.masks.get("key_mask", torch.ones(case.B, case.Sk, dtype=torch.bool, device=tensors.query.device))
 
 
-def packed(function, options, case, tensors):
-    """Return a Call that runs `function` on packed sequences (T, H, D), with cu_seqlens and maximum lengths."""
+def packed(function, options, case, tensors, names=("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")):
+    """Return a Call that runs `function` on packed sequences (T, H, D). names: its arguments for their layout."""
     real = _real(case, tensors)
     lengths = real.sum(1)
     offsets, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
-    layout = offsets, offsets, longest, longest
-    return Call(lambda *inputs: function(*inputs, *layout, **options), by_token=True, real=real)
-
-
-def ours_packed(case, tensors):
-    def attend(query, key, value, cu_q, cu_k, longest_q, longest_k, **options):
-        options |= dict(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
-        return fa.attention_varlen(query, key, value, cu_q, cu_k, **options)
-
-    return packed(attend, case.arguments({}), case, tensors)
+    options |= dict(zip(names, (offsets, offsets, longest, longest), strict=True))
+    return Call(functools.partial(function, **options), by_token=True, real=real)
 
 
 def torch_packed(case, tensors):
@@ -144,7 +136,7 @@ def torch_packed(case, tensors):
     else:  # torch 2.10 has no windows
         _refuse(case, "window")
         options |= dict(is_causal=case.causal)
-    return packed(varlen_attn, options, case, tensors)
+    return packed(varlen_attn, options, case, tensors, ("cu_seq_q", "cu_seq_k", "max_q", "max_k"))
 
 
 def mask_of(create, case, device, real=None):
@@ -288,7 +280,7 @@ _SDPA |= dict(efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 PROVIDERS = {
     "fusedattn": fusedattn,
     **{f"fusedattn:{name}": functools.partial(fusedattn, backend=name) for name in BACKENDS},
-    "fusedattn+packed": ours_packed,
+    "fusedattn+packed": lambda case, tensors: packed(fa.attention_varlen, case.arguments({}), case, tensors),
     "fusedattn:cache": functools.partial(cached, None),
     **{f"fusedattn:pages={page}": functools.partial(cached, page) for page in (256, 16)},
     "sdpa": functools.partial(sdpa, [*_SDPA.values()]),  # the backend that torch chooses
