@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,9 @@ def weights(rows: int, keys: int, **options: Any) -> torch.Tensor:
     return found[0, 0] / found.max()
 
 
-def svg(panels: Sequence[Panel]) -> str:
-    drawn, left = [], 2
+def svg(draw: Callable[..., Iterator[Panel]], *arguments: Any) -> str:
+    """Return a picture of the panels draw(*arguments), side by side."""
+    panels, drawn, left = [*draw(*arguments)], [], 2
     for title, shades, row_name, column_name in panels:
         rows, columns = shades.shape
         texts = [(0, 14, "start", title), (AXIS, TOP - 20, "start", column_name)]
@@ -52,58 +53,53 @@ def svg(panels: Sequence[Panel]) -> str:
     return "\n".join((head, style, *drawn, "</svg>", ""))
 
 
-def _bias() -> str:
+def _bias() -> Iterator[Panel]:
     far = torch.zeros(1, 1, 5, 5)
     far[..., 0], far[..., 4] = -1.0, float("-inf")
-    slopes = weights(5, 5, alibi_slopes=torch.tensor([0.5]), causal=True)
-    return svg([Panel("alibi_slopes, causal", slopes), Panel("bias", weights(5, 5, bias=far))])
+    yield Panel("alibi_slopes, causal", weights(5, 5, alibi_slopes=torch.tensor([0.5]), causal=True))
+    yield Panel("bias", weights(5, 5, bias=far))
 
 
-def _packed() -> str:
-    starts, x, panels = torch.tensor([0, 3, 5, 9], dtype=torch.int32), torch.zeros(9, 1, 1), []
+def _packed() -> Iterator[Panel]:
+    starts, x = torch.tensor([0, 3, 5, 9], dtype=torch.int32), torch.zeros(9, 1, 1)
     options = dict(return_weights=True, max_seqlen_q=4, max_seqlen_k=4, backend="naive")
     for causal in (False, True):
         _, found = fa.attention_varlen(x, x, x, starts, starts, causal=causal, **options)
         shades = torch.zeros(9, 9)
         for first, last in itertools.pairwise(starts.tolist()):
             shades[first:last, first:last] = found[0, first:last, : last - first]
-        panels.append(Panel(f"attention_varlen{', causal' if causal else ''}", (shades > 0).float()))
-    return svg(panels)
+        yield Panel(f"attention_varlen{', causal' if causal else ''}", (shades > 0).float())
 
 
-def _cache() -> str:
-    cache, filled, panels = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32), []
+def _cache() -> Iterator[Panel]:
+    cache, filled = torch.zeros(1, 1, 8, 1), torch.tensor([6], dtype=torch.int32)
     options = dict(cache_seqlens=filled, causal=True, return_weights=True, backend="naive")
     for title, rows in (("1 query", 1), ("3 queries", 3)):
         _, found = fa.attention_decode(torch.zeros(1, 1, rows, 1), cache, cache, **options)
-        panels.append(Panel(f"{title}, 6 of 8 keys", (found[0, 0] > 0).float()))
-    return svg(panels)
+        yield Panel(f"{title}, 6 of 8 keys", (found[0, 0] > 0).float())
 
 
-def _heads() -> str:
+def _heads() -> Iterator[Panel]:
     """Draw the key head that each of 8 query heads reads: values are unit vectors, so the output shows the key head."""
-    panels = []
     for title, groups in (("8 key heads", 8), ("2 key heads", 2), ("1 key head", 1)):
         value = torch.eye(groups)[None, :, None, :]  # (1, Hkv, 1, Dv)
         out = fa.attention(torch.zeros(1, 8, 1, 1), torch.zeros(1, groups, 1, 1), value, backend="naive")
-        panels.append(Panel(title, out[0, :, 0], rows="query head", columns="key head"))
-    return svg(panels)
+        yield Panel(title, out[0, :, 0], rows="query head", columns="key head")
 
 
-def _shards() -> str:
-    panels = []
+def _shards() -> Iterator[Panel]:
     for title, balance in (("balance=None", None), ('balance="zigzag"', "zigzag")):
         shades = torch.zeros(4, 16)
         for rank, own in enumerate(shards.chunks(16, 4, balance)):
             for chunk in own:
                 shades[rank, chunk.first : chunk.last] = 1.0
-        panels.append(Panel(title, shades, rows="rank", columns="row"))
-    return svg(panels)
+        yield Panel(title, shades, rows="rank", columns="row")
 
 
-def _visible(panels: dict[str, tuple]) -> str:
+def _visible(panels: dict[str, tuple]) -> Iterator[Panel]:
     """Draw the visible pairs of each panel in {title: (rows, keys, options of attention)}."""
-    return svg([Panel(title, (weights(*sizes, **options) > 0).float()) for title, (*sizes, options) in panels.items()])
+    for title, (*sizes, options) in panels.items():
+        yield Panel(title, (weights(*sizes, **options) > 0).float())
 
 
 _REAL, _DIAGONALS = torch.tensor([True] * 3 + [False] * 2), torch.eye(5, dtype=torch.bool)
@@ -125,8 +121,8 @@ _VISIBLE = {
         "mask and causal": (5, 5, dict(mask=_DIAGONALS, causal=True)),
     },
 }
-PICTURES = {name: functools.partial(_visible, panels) for name, panels in _VISIBLE.items()}
-PICTURES |= dict(bias=_bias, packed=_packed, cache=_cache, heads=_heads, shards=_shards)
+PICTURES = {name: functools.partial(svg, _visible, panels) for name, panels in _VISIBLE.items()}
+PICTURES |= {draw.__name__[1:]: functools.partial(svg, draw) for draw in (_bias, _packed, _cache, _heads, _shards)}
 
 
 def on_files(files, config):
