@@ -91,5 +91,5 @@ if __name__ == "__main__":
     _, source, target, *names = sys.argv
     written = rows.read(source)
     if names:
-        written = [row for some in last_runs(written, names).values() for row in some]
+        written = [row for some in last_runs(written, names) for row in some]
     figure(written).savefig(target, format="png")

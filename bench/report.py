@@ -37,32 +37,32 @@ def unit(rows: Sequence[Row]) -> tuple[str, float]:
     return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
 
 
-def groups(rows: Sequence[Row]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): its rows}, sorted by mode, `kind` and length."""
+def groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each mode and case of a run, sorted by mode, `kind` and length."""
     grouped = collections.defaultdict(list)
     for row in rows:
-        grouped[row.mode, row.case].append(row)
-    order = list(dict.fromkeys(x for mode, case in grouped for x in (mode, kind(case))))
-    places = {key: (order.index(key[0]), order.index(kind(key[1])), key[1].Sk) for key in grouped}
-    return {key: grouped[key] for key in sorted(grouped, key=places.__getitem__)}
+        grouped[row.date, row.mode, row.case].append(row)
+    order = list(dict.fromkeys(x for _, mode, case in grouped for x in (mode, kind(case))))
+    places = {key: (order.index(key[1]), order.index(kind(key[2])), key[2].Sk) for key in grouped}
+    return [grouped[key] for key in sorted(grouped, key=places.__getitem__)]
 
 
-def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[str, Case, list[Row], Row, Row]]:
-    """Yield (mode, case, its rows, fusedattn's fastest row, fastest row of another provider, except `without`)."""
-    for (mode, case), some in groups(rows).items():
+def compared(rows: Sequence[Row], without: str = "") -> Iterator[tuple[list[Row], Row, Row]]:
+    """Yield (a group, fusedattn's fastest row in it, fastest row of another provider, except `without`)."""
+    for some in groups(rows):
         mine, other = fastest(some, ours=True), fastest([x for x in some if x.provider != without], ours=False)
         if mine and other:
-            yield mode, case, some, mine, other
+            yield some, mine, other
 
 
-def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> dict[tuple[str, Case], list[Row]]:
-    """Return {(mode, case): rows of the providers} for cases in PAPER, from the last run that timed all providers."""
-    runs = collections.defaultdict(dict)
-    for row in rows:
-        if row.status == "ok" and row.provider in providers and row.case in PAPER:
-            runs[row.date, row.mode, row.case][row.provider] = row
-    complete = sorted((key, run) for key, run in runs.items() if len(run) == len(providers))
-    return {(mode, case): [run[name] for name in providers] for (_, mode, case), run in complete}
+def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> list[list[Row]]:
+    """Return the rows of the providers for each mode and case in PAPER, from the last run that timed all of them."""
+    last = {}
+    for some in sorted(groups(rows), key=lambda some: some[0].date):
+        run = {row.provider: row for row in some if row.status == "ok" and row.case in PAPER}
+        if run.keys() >= {*providers}:
+            last[some[0].mode, some[0].case] = [run[name] for name in providers]
+    return list(last.values())
 
 
 def differ(one: Row, other: Row) -> bool:
@@ -108,11 +108,11 @@ class Standing(NamedTuple):
 def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
     """Return the Standings of each mode against each case's fastest other provider, and against each provider."""
     best, each = collections.defaultdict(list), collections.defaultdict(list)
-    for mode, _, some, mine, other in compared(rows):
-        best[mode].append((mine, other))
+    for some, mine, other in compared(rows):
+        best[mine.mode].append((mine, other))
         for row in some:
             if not is_ours(row) and row.ms_p50 != "":
-                each[mode, row.provider].append((mine, row))
+                each[mine.mode, row.provider].append((mine, row))
     return list(map(_standing, best.values())), list(map(_standing, each.values()))
 
 
@@ -128,13 +128,13 @@ def _standing(pairs):
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
     """Yield the text of a run: a line for each row, by mode and case; the reasons for wrong results; a summary."""
     width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
-    for (mode, case), some in groups(rows).items():
+    for some in groups(rows):
+        mode, mine = some[0].mode, fastest(some, ours=True)
         if mode != last:
             heads = "".join(f"{head:>10}" for head in ("ms", speed, "GB/s", "MiB"))
             yield f"\n{mode.upper().replace('_', ' + '):<{width + 2}}{heads}{'fusedattn is':>16}{'error':>9}"
             last = mode
-        yield case.name
-        mine = fastest(some, ours=True)
+        yield some[0].case.name
         for row in some:
             if row.ms_p50 == "":
                 yield f"  {row.provider:<{width}}   {reason(row)}"
@@ -180,7 +180,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
 def over_promise(rows: Sequence[Row]) -> list[str]:
     """Return the CPU calls that are slower than our aim (RATIO, MORE_US), as text."""
     return [
-        f"{case.name} {mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
-        for mode, case, _, mine, other in compared(rows, without="naive")
+        f"{mine.case.name} {mine.mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
+        for _, mine, other in compared(rows, without="naive")
         if mine.ms_p50 > max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
     ]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fusedattn.bench import cases, report, rows
+from fusedattn.bench import report, rows
 
 import fusedattn
 
@@ -56,38 +56,35 @@ def table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 def cpu() -> str:
     """Return a table of CPU times from cpu.csv, fusedattn beside PyTorch in the same calls."""
     lines = []
-    for mode, case, some, ours, theirs in report.compared(_right("cpu.csv"), without="naive"):
+    for some, ours, theirs in report.compared(_right("cpu.csv"), without="naive"):
         formula = next((_ms(row) for row in some if row.provider == "naive"), "-")
-        what = SAID.get(case.options, case.options) or case.dtype
-        lines.append((what, *_call(mode, case), *_both(ours, theirs), formula))
+        what = SAID.get(ours.options, ours.options) or ours.dtype
+        lines.append((what, *_call(ours), *_both(ours, theirs), formula))
     return table(("what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "formula ms"), lines)
 
 
 def gpu_speeds() -> str:
     """Return a table of full and causal calls on an H200 beside cuDNN, from the last run that timed both."""
     found = {}
-    written = rows.read(RESULTS / "h200.csv")
-    for (mode, case), (ours, theirs) in report.last_runs(written, ("fusedattn:hopper", "sdpa:cudnn")).items():
+    for ours, theirs in report.last_runs(rows.read(RESULTS / "h200.csv"), ("fusedattn:hopper", "sdpa:cudnn")):
         speeds = f"{ours.tflops:.0f}", f"{theirs.tflops:.0f}", f"{ours.tflops / theirs.tflops:.2f}"
-        found[mode != "forward", case.D, case.causal, case.Sq] = *_call(mode, case), *speeds
+        found[ours.mode != "forward", ours.D, ours.causal, ours.Sq] = *_call(ours), *speeds
     head = *_CALL, "fusedattn TFLOP/s", "cuDNN TFLOP/s", "fusedattn over cuDNN"
     return table(head, [found[place] for place in sorted(found)])
 
 
 def gpu_others() -> str:
     """Return a table of caches, packed calls and options on an H200, beside PyTorch's fastest call in the same run."""
-    runs, lines = collections.defaultdict(list), []
-    for row in _right("h200.csv"):
-        if "/" not in row.provider:  # a slash marks rows of an earlier benchmark, which timed single tiles
-            runs[row.date].append(row)
-    for mode, case, _, ours, theirs in itertools.chain.from_iterable(map(report.compared, runs.values())):
-        what = SAID.get(case.options)
+    # A slash marks rows of an earlier benchmark, which timed single tiles.
+    written, lines = [row for row in _right("h200.csv") if "/" not in row.provider], []
+    for _, ours, theirs in report.compared(written):
+        what = SAID.get(ours.options)
         if ours.provider.startswith("fusedattn:cache"):
             what = "one token after a cache, in a CUDA graph"
         elif ours.provider.startswith("fusedattn+packed"):
             what = f"packed {what or 'equal lengths'}"
         if what:
-            lines.append((what, *_call(mode, case), *_both(ours, theirs), theirs.provider))
+            lines.append((what, *_call(ours), *_both(ours, theirs), theirs.provider))
     return table(("what", *_CALL, "fusedattn ms", "PyTorch ms", "ratio", "PyTorch's way"), sorted(lines))
 
 
@@ -154,8 +151,8 @@ _MODES = dict(forward="output", backward="gradients", forward_backward="output a
 _CALL = "computed", "B, Hq, Hkv, Sq, Sk, D", "causal"
 
 
-def _call(mode: str, case: cases.Case) -> tuple[str, str, str]:
-    return _MODES[mode], ", ".join(map(str, case[:6])), "yes" if case.causal else "no"
+def _call(row: rows.Row) -> tuple[str, str, str]:
+    return _MODES[row.mode], ", ".join(map(str, row.case[:6])), "yes" if row.causal else "no"
 
 
 def _both(ours: rows.Row, theirs: rows.Row) -> tuple[str, str, str]:
