@@ -74,6 +74,8 @@ def of_head(case, x):
     """Return one kv head of x or its query heads: if possible the last of the last batch, to detect wrong strides."""
     if "module" in case.words:
         return x  # a module's output mixes all heads
+    if x.dim() < 3:  # numbers of heads (H,), or tokens (B, S)
+        return of_head(case, x[None, :, None])[0, :, 0] if x.dim() == 1 else of_head(case, x[:, None])[:, 0]
     count = case.Hq // case.Hkv if x.shape[1] == case.Hq else 1
     if "dropout" in case.options:  # the first head: dropout bits depend on its index, which is 0 in a slice
         return x[:1, :count]
@@ -84,12 +86,7 @@ def of_head(case, x):
 def truth(case, tensors):
     """Return {name: result or gradient} of the head that `of_head` selects: in float64, and by eager PyTorch."""
     *inputs, bias = (x if x is None else of_head(case, x) for x in tensors[:5])
-    masks = {}
-    for name, x in tensors.masks.items():  # (H,), tokens (B, S), or pairs
-        masks[name] = (
-            of_head(case, x[None])[0] if x.dim() == 1 else of_head(case, x[:, None])[:, 0] if x.dim() == 2 else x
-        )
-    head = Tensors(*inputs, bias, masks)
+    head = Tensors(*inputs, bias, {name: of_head(case, x) for name, x in tensors.masks.items()})
     if "module" in case.words:
         exact = providers.module(lambda theirs, causal: theirs.double(), case, head).attend
         eager = providers.setup("torch.nn", case, head).attend
