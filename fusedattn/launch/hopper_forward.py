@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from triton import cdiv
 
+from ..call.decode import capacity_of
 from ..call.options import Call, sizes
 from ..kernels.hopper.forward import Spec, Stored
 from ..kernels.hopper.work import Caches
@@ -71,7 +72,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
     query, key, value, packed = call.query, call.key, call.value, call.cu_seqlens_q is not None
     caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, packed
     if cached is not None:
-        lengths, by_rows = cached.lengths + cached.added, True
+        lengths, by_rows = cached.lengths.clamp(0, capacity_of(cached)) + cached.added, True
         key, value = hopper.rows_of_cache(cached.key_cache), hopper.rows_of_cache(cached.value_cache)
         caches = Caches(*map(arguments.of, (lengths, cached.table)), hopper.pitch_of(cached.key_cache))
         if cached.table is not None and cached.table.shape[1] > 1:
