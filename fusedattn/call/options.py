@@ -248,6 +248,10 @@ def diagonal(call: Call) -> int:
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
 
 
+def origin_of(call: Call) -> Origin:
+    return Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
+
+
 def shift(call: Call) -> int:
     return 0 if call.origin is None else call.origin[0]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import TENSORS, Call, Origin, sizes, sliced, with_tensors
+from ..call.options import TENSORS, Call, origin_of, sizes, sliced, with_tensors
 from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
@@ -195,7 +195,7 @@ def _part(p, part):
         slices = part | dict(q=slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK)))
     some = with_tensors(call, [sliced(name, getattr(call, name), **slices) for name in TENSORS])
     if rows is not None:
-        origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
+        origin = origin_of(call)
         shift = origin.shift + (rows.start if call.top_left else rows.stop - call.query.shape[2])
         some = some._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
     statistics = p.launched["Rows"]

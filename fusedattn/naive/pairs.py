@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.bits import unpack
-from ..call.options import INPUTS, Call, Origin, diagonal, inputs, shift
+from ..call.options import INPUTS, Call, diagonal, inputs, origin_of, shift
 from ..call.private import holds
 from . import dropout
 from .blocks import Block, known_diagonal
@@ -110,12 +110,13 @@ def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
     return terms
 
 
-def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
+def factor(call: Call, block: Block) -> Tensor | None:
     """Return the dropout factors for the weights of a block: 0 or 1 / (1 - dropout_p)."""
-    if call.seed is None or planes is None:
+    if call.seed is None:
         return None
-    first, last, begin, end = block
-    origin = Origin() if call.origin is None else Origin(*call.origin)
+    (first, last, begin, end), origin = block, origin_of(call)
+    batch, head = (torch.arange(n, device=call.query.device) for n in call.query.shape[:2])
+    planes = origin.plane + batch[:, None] * origin.heads + head
     rows, keys = (first + origin.row, last + origin.row), (begin + origin.key, end + origin.key)
     kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p).to(call.query.dtype)
     scale = 1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, sizes, wide_dtype
 from . import formula
-from .blocks import sized, spans, uncut
+from .blocks import Block, sized, spans
 from .formula import of_all, of_block, without_autocast
 from .pairs import prepared
 from .varlen import join, packed, padded
@@ -17,8 +17,8 @@ from .varlen import join, packed, padded
 def _whole(call: Call, first: int, last: int) -> tuple:
     """Return (output, lse, weights) of rows first .. last - 1, which must be all rows of a packed call."""
     if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, wide_dtype(call.query.dtype)))
-        return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
+        wide = prepared(call, wide_dtype(call.query.dtype))
+        return of_block(wide, Block(first, last, 0, call.key.shape[2]), True, True)
     batch, rows = padded(call)
     return packed(rows, *of_all(prepared(batch, wide_dtype(call.query.dtype)), True, True))
 
