@@ -244,7 +244,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return `run_naive` of a call that is not packed, or of a batch that `padded` made (it has offsets)."""
-    wide = prepared(call, wide_dtype(call.query.dtype))
+    wide = prepared(call)
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
     elif _is_one(wide):

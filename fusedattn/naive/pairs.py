@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.bits import unpack
-from ..call.options import INPUTS, Call, diagonal, inputs, origin_of, shift
+from ..call.options import INPUTS, Call, diagonal, inputs, origin_of, shift, wide_dtype
 from ..call.private import holds
 from . import dropout
 from .blocks import Block, known_diagonal
@@ -123,8 +123,9 @@ def factor(call: Call, block: Block) -> Tensor | None:
     return kept.mul_(scale).view(*planes.shape, last - first, end - begin)
 
 
-def prepared(call: Call, dtype: torch.dtype) -> Call:
-    """Return the call in `dtype`, with zeros for rows and keys that query_mask and key_mask hide."""
+def prepared(call: Call, dtype: torch.dtype | None = None) -> Call:
+    """Return the call in `dtype` (None: `wide_dtype`), with zeros for rows and keys that its token masks hide."""
+    dtype = wide_dtype(call.query.dtype) if dtype is None else dtype
     if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
         return call
     present = [name for name in INPUTS if getattr(call, name) is not None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import INPUTS, Call, wide_dtype
+from ..call.options import INPUTS, Call
 from . import formula, pairs
 from .blocks import ROWS, Block, parts, whole_block
 from .formula import LARGEST_CAP, SMALLEST_CAP, by_part, by_sequence, grouped, without_autocast
@@ -71,7 +71,7 @@ def _of_block(
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
     """Return `tangent` of a call that is not packed, or of a padded one. moved: the Call with tangents as INPUTS."""
-    wide, moved = (prepared(x, wide_dtype(call.query.dtype)) for x in (call, moved))
+    wide, moved = (prepared(x) for x in (call, moved))
     # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()
     limit = max(formula.most(wide), min(formula.BUDGET, ROWS * row_bytes * torch.get_num_threads()))
