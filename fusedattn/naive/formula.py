@@ -119,8 +119,8 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
     """Return arguments of `softmax` that hide pairs of a block: `empty`, and `limits` if `in_place`, else `visible`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
-    if in_place and pairs.only_edges(call, block):
-        return dict(limits=pairs.edges(call, block))
+    if in_place and (edges := pairs.edges(call, block)) is not None:
+        return dict(limits=edges)
     if (seen := pairs.visible(call, block)) is None:
         return {}
     empty = ~seen.any(-1, keepdim=True)
