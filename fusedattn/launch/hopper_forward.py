@@ -109,8 +109,8 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
     # Never pack calls with masks or a bias. With gradients a block mask forbids it; without, bits must be the same.
-    if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
-        call, out = arguments.pack_gqa(call, out)
+    if not arguments.hides(call):
+        call, out = arguments.pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS)
     # Do not use the block mask of a bias, which only gradients need: making it reads the bias, and it reorders blocks.
     unmasked = call.mask is call.mask_bits is call.key_mask is None
     call = call._replace(block_mask=None) if unmasked else blocks.marked(call)

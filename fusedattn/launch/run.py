@@ -10,7 +10,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import BY_HEAD, AssumedGPU, Call, lengths_of, thread_overrides
+from ..call.options import BY_HEAD, AssumedGPU, Call, thread_overrides
 from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, tangent
 from ..kernels.vocabulary.columns import PART
 from ..kernels.vocabulary.memory import width
@@ -225,7 +225,7 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
     kinds = [kind_of(name, call, cached) for name in names]
     if names[0] not in tile_table.ON_CACHES and (call.block_mask is not None or hides(call)):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
-    if lengths_of(call) is not None:
+    if call.cu_seqlens_q is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
 
