@@ -157,9 +157,8 @@ def form_on_hopper(name, call):
     width, place = hopper.row_width(call), tuned.place(name, call.query.dtype, widest(call))
     forms, (least, long) = tile_table.ON_HOPPER[name].get(width, ()), tile_table.HOPPER_LONG.get(width, ({}, None))
     # Packed sequences count as short, because the bits of one must not depend on the lengths of others. So do calls
-    # with a mask of pairs, bias, slopes or dropout, which need more registers than three warpgroups leave a thread.
-    rich = not call.mask is call.mask_bits is call.bias is call.alibi_slopes is call.seed is None
-    is_short = rich or call.cu_seqlens_q is not None
+    # with options that need more registers than three warpgroups leave a thread.
+    is_short = hopper.heavy_options(call) or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     is_long = length >= least.get(hopper.band_of(call), math.inf)
     # Tuning ranks forms by long calls, so short calls try `long` last. Widths 192 and 256 share a place.
