@@ -50,6 +50,8 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
         from ..launch import run as launch
     except Exception as error:  # a later Triton may lack a function that the kernels use
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
+    if isinstance(device, torch.device) and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return ("this machine has no such GPU",)  # the device of a fake tensor
     capability, assumed = launch.capability(device), isinstance(device, AssumedGPU)
     if capability is None:  # interpreted
         return ()
