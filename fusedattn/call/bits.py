@@ -125,7 +125,7 @@ def unpack(block_mask: Tensor, mask_bits: Tensor, first: int, last: int, begin: 
     # A block mask of one block of rows or keys may be broadcast along them.
     numbers = block_mask[:, :, rows // size % block_mask.shape[2]][..., across % block_mask.shape[3]]
     octets = mask_bits[numbers.int(), (rows % size)[:, None]][..., None].view(torch.uint8)[..., : size // 8]
-    bits = octets[..., None].bitwise_and(torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device))
+    bits = octets[..., None].bitwise_and(1 << torch.arange(8, dtype=torch.uint8, device=device))
     start = begin // size * size
     return bits.ne(0).flatten(3)[..., begin - start : end - start]
 

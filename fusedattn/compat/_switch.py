@@ -23,6 +23,7 @@ from ..call.options import INPUTS, Arguments, Call
 from ..call.rules import checked
 from ..dispatch import backends
 from ..operators.namespace import NAME, OPERATORS
+from ._flash import without_autocast_of_half
 from ._sdpa import scaled_dot_product_attention
 
 # Each object by which a program can call torch's function.
@@ -228,7 +229,8 @@ def _activate() -> Override:
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Call | None:
     """Check the arguments, and return them as a Call, or None if the Triton kernels cannot take this call."""
-    call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
+    with without_autocast_of_half(query):  # torch casts above its operators
+        call = checked(Arguments(query, key, value, causal=is_causal, align="top_left", scale=scale))
     return None if backends.BACKENDS["triton"].reasons(call, False) else call
 
 
@@ -245,7 +247,7 @@ def flash_forward(
     if dropout_p:
         state.random_(2**63 - 1)
     options: dict[str, Any] = dict(causal=is_causal, align="top_left", scale=scale, dropout_p=dropout_p, seed=state[:1])
-    with torch.no_grad():  # autograd runs above this operator
+    with torch.no_grad(), without_autocast_of_half(query):  # autograd runs above this operator
         out, lse = attention(query, key, value, **options, return_lse=True)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return out, lse, None, None, query.shape[2], key.shape[2], state.view(torch.uint64), unused, query.new_empty(0)

@@ -21,7 +21,7 @@ from ..cpu import run as cpu
 from ..launch import tile_table, tuned
 from ..launch.failures import cause, failed_kernels, warn_once
 from ..naive import formula
-from ..operators import attention, decode as cached
+from ..operators import attention, decode as cached, namespace
 
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
@@ -50,6 +50,8 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
         from ..launch import run as launch
     except Exception as error:  # a later Triton may lack a function that the kernels use
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
+    if isinstance(device, torch.device) and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return ("this machine has no such GPU",)  # the device of a fake tensor
     capability, assumed = launch.capability(device), isinstance(device, AssumedGPU)
     if capability is None:  # interpreted
         return ()
@@ -252,6 +254,17 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
     return among[taken]
+
+
+def _backend_here(call: Call, backend: str, has_caches: bool) -> str:
+    """Return the backend for an operator's call that has one of another device. Raise if the caller named it."""
+    if backend != "cpu" and not machine_reasons(_device(call)):  # in Triton's interpreter
+        return backend
+    name = choose(call, False, backend if call.named else None).name
+    return "triton" if has_caches and name != "cpu" else name  # with caches, operators take "naive" only as a fallback
+
+
+namespace.backend_here = _backend_here
 
 
 class Explanation(NamedTuple):

@@ -82,7 +82,8 @@ def agree(
         kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
         problem, text = error, f"{kind}: {error}"[:MESSAGE]
     digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}
-    table = _exchange_statements(ranks, function, dict(function=function, error=text, options=digests, own=own))
+    statement = dict(function=function, error=text, options=digests, own=own)
+    table = _exchange_statements(ranks, statement, arguments.values())
     if problem is not None:
         raise problem
     for rank, other in enumerate(table):
@@ -106,16 +107,17 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             raise NotImplementedError("fusedattn.distributed: it does not support forward mode, use backward()")
 
 
-def _exchange_statements(ranks: Ranks, function: str, statement: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange_statements(ranks: Ranks, statement: dict[str, Any], arguments: Iterable[Any]) -> list[dict[str, Any]]:
     text = json.dumps(statement, ensure_ascii=False).encode(errors="replace")
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(ranks.group).split(",")]
     device = torch.device("cpu")
     if "cpu" not in kinds:
-        device = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+        own = [x.device for x in arguments if isinstance(x, Tensor) and x.device.type in kinds]
+        device = own[0] if own else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
     mine = torch.frombuffer(bytearray(text.ljust(STATEMENT)), dtype=torch.uint8).to(device)
     table = mine.expand(ranks.size, STATEMENT).clone()
     if ranks.size > 1:
-        _fill(table, ranks, function)
+        _fill(table, ranks, statement["function"])
     return [json.loads(bytes(row.tolist())) for row in table.cpu()]
 
 

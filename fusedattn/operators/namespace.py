@@ -10,14 +10,18 @@ from typing import Any
 import torch
 
 from ..call.checks import fail
-from ..call.options import differentiated
+from ..call.options import Call, differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from . import flops, repeats
+from .schema import KERNELS
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
+_FOREIGN = {"cpu": KERNELS, "cuda": ("cpu",)}  # {device: backends of another device}
+# Returns a backend for (call, one of another device, whether the call has caches). dispatch/backends.py sets it.
+backend_here: Callable[[Call, str, bool], str] | None = None
 
 
 def _facts(x):
@@ -39,7 +43,17 @@ def register(
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch accepts None even for a tensor that the schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
+    places = {field: n for n, (_, field) in enumerate(types)}
+    chosen, of = places.get("backend"), places.get("query", places.get("new_key"))
     passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
+
+    def on_device(arguments):
+        """Return the arguments with a backend for their device. torch.export keeps that of the device it ran on."""
+        if chosen is None or (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
+            return arguments
+        fields = dict(query=x, key=x, value=x) | {k: arguments[n] for k, n in places.items() if k in Call._fields}
+        backend = backend_here(Call(**fields), arguments[chosen], "key_cache" in places)
+        return *arguments[:chosen], backend, *arguments[chosen + 1 :]
 
     def check_all(*arguments):
         for n, field in required:
@@ -49,6 +63,7 @@ def register(
 
     @eager  # if the caller's graph breaks in here, the compiler would trace the rest of this function
     def checked_run(*arguments):
+        arguments = on_device(arguments)
         facts = tuple(map(_facts, arguments))
         if facts not in passed:
             check_all(*arguments)
@@ -56,6 +71,7 @@ def register(
         return run(*arguments)
 
     def checked_new(*arguments):
+        arguments = on_device(arguments)
         check_all(*arguments)
         return new(*arguments)
 
@@ -68,6 +84,7 @@ def register(
         if recorded or (forward_level() >= 0 and differentiated(arguments)):
             if transforms_active():
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
+            arguments = on_device(arguments)
             check_all(*arguments)  # before a Function saves the arguments
             return differentiate(*arguments)
         return redispatch(operator.default, keyset, arguments)

@@ -59,6 +59,10 @@ def override(device):
         operator(*[torch.randn(1, 1, 2, 8)] * 3)
 
 
+def results(inputs, weight, out, *others):
+    return out, *others, *torch.autograd.grad((out * weight).sum(), inputs)
+
+
 @pytest.mark.parametrize(
     ("causal", "scale", "kv_heads", "order"),
     [(False, None, 2, (0, 1, 2, 3)), (True, 0.3, 2, (0, 2, 1, 3)), (False, -0.5, 1, (0, 1, 2, 3))],
@@ -66,28 +70,22 @@ def override(device):
 def test_the_operators_of_the_provider_are_torchs(override, causal, scale, kv_heads, order):
     shapes = (1, 2, 4, 8), (1, kv_heads, 4 if causal else 5, 8), (1, kv_heads, 4 if causal else 5, 8)
     inputs = [torch.randn([s[axis] for axis in order]).permute(order).half().requires_grad_() for s in shapes]
-    out, lse, cum_q, cum_k, rows, keys, state, unused, debug = override(*inputs, is_causal=causal, scale=scale)
+    weight = torch.randn(1, 2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):  # torch casts above its operators
+        out, lse, cum_q, cum_k, rows, keys, state, unused, debug = override(*inputs, is_causal=causal, scale=scale)
+        got = results(inputs, weight, out, lse)
     assert out.dtype == torch.float16 and out.stride() == torch.empty_like(inputs[0]).stride()
     assert (rows, keys) == (4, shapes[1][2]) and state.shape == (2,) and state.dtype == unused.dtype == torch.uint64
     assert cum_q is None and cum_k is None and debug.numel() == 0
-    weight = torch.randn(out.shape)
-
-    def results(out, lse):
-        return out, lse, *torch.autograd.grad((out * weight).sum(), inputs)
-
     options = dict(causal=causal, scale=scale, return_lse=True)
-    assert_like(results(out, lse), lambda: results(*fa.reference.eager(*inputs, **options)))
+    assert_like(got, lambda: results(inputs, weight, *fa.reference.eager(*inputs, **options)))
 
 
 def test_the_provider_drops_the_same_in_both_passes(override):
-    inputs = [torch.randn(1, 1, 4, 8).half().requires_grad_() for _ in range(3)]
+    inputs, weight = [torch.randn(1, 1, 4, 8).half().requires_grad_() for _ in range(3)], torch.arange(8)
     out, *_, state, _, _ = override(*inputs, 0.5)
-
-    def results(out):
-        return out, *torch.autograd.grad((out * torch.arange(8)).sum(), inputs)
-
     options = dict(dropout_p=0.5, seed=state.view(torch.int64)[:1])
-    assert_like(results(out), lambda: results(fa.reference.eager(*inputs, **options)))
+    assert_like(results(inputs, weight, out), lambda: results(inputs, weight, fa.reference.eager(*inputs, **options)))
     assert not torch.equal(override(*inputs, 0.5)[0], out)
 
 

@@ -72,6 +72,13 @@ def test_what_no_row_sees_is_not_sent(rank, size):
     assert forward == (SHARD if rank < 3 else 0)
 
 
+@on_ranks(4)
+def test_ranks_agree_on_the_device_of_their_tensors(rank, size):
+    config = mock.patch.object(dist, "get_backend_config", lambda _: "meta:nccl")
+    with config, mock.patch.object(ranks, "_fill"), pytest.raises(NotImplementedError, match="copy out of meta"):
+        distributed.ring_attention(*torch.empty(3, 1, 2, 8, 16, device="meta"))
+
+
 def _differences(rank, port, queue):
     join(rank, 2, port)
     torch.manual_seed(0)

@@ -5,9 +5,12 @@ import io
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import fusedattn as fa
+from fusedattn.call.options import AssumedGPU, override
+from fusedattn.dispatch import backends
 
 from ..guard import Guard
 from ..inside import WHOLE, fields, leaves, leaves_of, same
@@ -64,9 +67,7 @@ SHAPES = {
         grad_weights=[(B, HQ, SQ, 1)], out=[(B, HQ, 1, DV)], weights=[(0,)], stats=[(0,), (B, HQ, SQ, 3)],
     ),
     "tangent": dict(key=[(SK, D)], tangent_key=[(B, HKV, SK, 1)], out=[(B, HQ, SQ, 1)], stats=[(0,), (B, HQ, SQ, 3)]),
-    "block_mask": dict(
-        mask=[(SQ, SK)], key_mask=[(SK,), (1, SK + 1)], query_mask=[(3, SQ)], bias=[(B, 1, SQ, SK + 1)],
-    ),
+    "block_mask": dict(mask=[(SQ, SK)], key_mask=[(SK,), (1, SK + 1)], query_mask=[(3, SQ)], bias=[(B, 1, SQ, SK + 1)]),
     "packed block_mask": dict(
         mask=[(1, 1, 4)], bias=[(1, 1, 4, 5)], key_mask=[(1, TK - 1)], query_mask=[(1, TQ + 1)], cu_seqlens_k=[(2,)],
     ),
@@ -98,8 +99,7 @@ WRONG = {
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
     "block_mask": [],
     "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
-        wrong("mask", **dict.fromkeys(MASKS)),
-        wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
+        wrong("mask", **dict.fromkeys(MASKS)), wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
     ],
     "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
     "decode": of_values(dict(backend=["naive"], added=[-1], left=[-1])) + [
@@ -110,10 +110,7 @@ WRONG = {
 
 def moved(arguments, device):
     """Return arguments with CPU tensors moved to a device; meta tensors stay."""
-    return {
-        name: x.to(device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
-        for name, x in arguments.items()
-    }
+    return {name: x.to(device) if getattr(x, "is_cpu", False) else x for name, x in arguments.items()}
 
 
 def operator(name):
@@ -188,11 +185,9 @@ def test_a_wrong_argument_is_named_where_a_gradient_is_asked(name, device):
 
 def packed_on_cpu(inputs, offsets, most, need_weights, options):
     """Return the results of a forward and a backward of packed sequences, for the backend "cpu"."""
-    longest = dict(zip(LONGEST, most, strict=True))
     cu_seqlens = {name: ints(*x) for name, x in zip(OFFSETS, offsets, strict=True)}
-    call = fields(*inputs, **cu_seqlens, **longest, **options)
-    kept = OPERATORS.forward(*call, True, need_weights, True, "cpu")
-    out, lse, weights, stats = kept
+    call = fields(*inputs, **cu_seqlens, **dict(zip(LONGEST, most, strict=True)), **options)
+    out, lse, weights, stats = kept = OPERATORS.forward(*call, True, need_weights, True, "cpu")
     incoming = out.cos(), lse.nan_to_num(0, 0, 0).cos(), None
     return *kept, *OPERATORS.backward(*incoming, out, weights, stats, *call, "cpu", WANTED)
 
@@ -221,22 +216,31 @@ def drawn(device):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_exported_without_gradients_has_them(device):
+def test_a_program_exported_without_gradients_has_them_on_any_device(device, monkeypatch):
     class Block(torch.nn.Module):
         def forward(self, query, key, value, cu_q, cu_k):
-            out = fa.attention(query, key, value, causal=True, backend="triton")
-            packed = (x.flatten(0, 1) for x in (query, key, value))
-            return out, fa.attention_varlen(*packed, cu_q, cu_k, **LONGEST, backend="triton")
+            dense, packed = (query, key, value), [x.flatten(0, 1) for x in (query, key, value)]
+            caches, new = [x.detach().clone() for x in dense[1:]], query.detach()[:, :, :1]
+            decoded = fa.attention_decode(new, *caches, cache_seqlens=cu_q[:2], new_key=new, new_value=new)
+            outs = fa.attention(*dense, causal=True), fa.attention(*dense, dropout_p=0.3, seed=5)
+            return *outs, fa.attention_varlen(*packed, cu_q, cu_k, **LONGEST), decoded
 
     inputs, rows = leaves(*(torch.randn(2, 3, 4, 8, device=device) for _ in range(3))), offsets((3, 2, 1), device)
-    with torch.no_grad():
+    with torch.no_grad(), override(gpu=AssumedGPU(80)):
         program = torch.export.export(Block(), (*inputs, rows, rows), strict=True)
     file = io.BytesIO()
     torch.export.save(program, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    results = ([x.square().sum() for x in function(*inputs, rows, rows)] for function in (loaded, Block()))
-    same(*(torch.autograd.grad(sum(x), inputs) for x in results))
+    loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
+    for backend in ("triton", None) if device == "cpu" else ("triton",):
+        with fa.use_backend(backend):
+            results = [function(*inputs, rows, rows) for function in (loaded, Block())]
+            same(*results)
+            same(*(torch.autograd.grad(sum(x.square().sum() for x in outs), inputs) for outs in results))
+        monkeypatch.setattr(backends, "machine_reasons", lambda device: ("no GPU",))  # nor Triton's interpreter
+    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: no GPU"):
+        OPERATORS.forward(*fields(*drawn("cpu"), named=True), False, False, False, "triton")
+    with FakeTensorMode():
+        assert OPERATORS.forward(*fields(*drawn("cuda")), False, False, False, "cpu")[0].device.type == "cuda"
 
 
 @pytest.mark.parametrize("transform", [lambda f, x: torch.func.jvp(f, (x,), (x,)), lambda f, x: torch.func.grad(f)(x)])
@@ -248,8 +252,9 @@ def test_a_tangent_is_not_dropped_in_silence(transform, device, backend):
         return OPERATORS.forward(*fields(x, key, value), False, False, False, backend)[0].sum()
 
     def backward(x):
-        rest = out, None, None, out, weights, stats, *fields(x, key, value), backend, WANTED
-        return OPERATORS.backward(*rest)[0].sum()
+        return OPERATORS.backward(out, None, None, out, weights, stats, *fields(x, key, value), backend, WANTED)[
+            0
+        ].sum()
 
     for function in (forward, backward):
         with pytest.raises(NotImplementedError, match="jvp|torch.func"):
@@ -286,8 +291,7 @@ def test_derivatives_by_name(options, device, backend):
     want = fa.attention(*inputs, causal=True, scale=0.25, **options, backend=backend)
     first, expected = (torch.autograd.grad(x.square().sum(), inputs, create_graph=True) for x in (out, want))
     same(first, expected)
-    seconds = [torch.autograd.grad(sum(x.square().sum() for x in grads), inputs) for grads in (first, expected)]
-    same(*seconds)
+    same(*[torch.autograd.grad(sum(x.square().sum() for x in grads), inputs) for grads in (first, expected)])
     with torch.no_grad():
         out, _, weights, stats = OPERATORS.forward(*call, False, False, True, backend)
     grads = OPERATORS.backward(None, None, None, out, weights, stats, *call, backend, WANTED)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
@@ -179,6 +180,8 @@ def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
         again = fa.attention(*lower, bias=torch.zeros(SQ, SK, device=device), backend=backend)
         with pytest.raises(TypeError, match="^key: expected "):
             fa.attention(query, key.double(), value, backend=backend)
+        if device == "cpu":
+            assert fa.attention(*(x.double() for x in (query, key, value)), backend=backend).dtype == torch.float64
         with torch.autocast(device, enabled=False):
             assert fa.attention(query, key, value, backend=backend).dtype == torch.float32
     assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(again, want)
@@ -186,24 +189,17 @@ def test_autocast_casts_as_sdpa_does_and_no_further(device, backend):
     with torch.autocast(device, torch.bfloat16):
         layer(torch.randn(2, 5, 16, device=device))[0].float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    if device == "cpu":
-        with torch.autocast(device, torch.bfloat16):
-            assert fa.attention(*(x.double() for x in (query, key, value)), backend=backend).dtype == torch.float64
 
 
 def test_fake_tensors_have_the_strides_of_the_real(device, backend):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 3, 2)):
         for expanded in (False, True):
             query, key, value = draw(device)
             query = query.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
-            if expanded:
-                query = query[:1].expand(2, -1, -1, -1)
+            query = query[:1].expand(2, -1, -1, -1) if expanded else query
             real = fa.attention(query, key, value, return_lse=True, backend=backend)
             with FakeTensorMode() as mode:
-                inputs = map(mode.from_tensor, (query, key, value))
-                fake = fa.attention(*inputs, return_lse=True, backend=backend)
+                fake = fa.attention(*map(mode.from_tensor, (query, key, value)), return_lse=True, backend=backend)
             for a, b in zip(real, fake, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -232,7 +228,6 @@ def test_a_compiler_drops_the_same(device):
     """Compiled dropout drops the weights that eager drops, although Inductor's C++ assumes no integer overflow."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
-
     x = torch.randn(1, 2, 40, 16, device=device)
 
     def visible(x):
