@@ -279,7 +279,8 @@ def test_a_bias_in_another_dtype(dtype):
         assert_like(got, lambda bias=bias: fa.reference.eager(*inputs, bias=bias))
 
 
-DOCUMENTS = torch.arange(512) // 128
+TOKENS = torch.arange(512)
+SAME = TOKENS[:, None] // 128 == TOKENS // 128  # documents
 ROWS, COLUMNS = torch.arange(300)[:, None], torch.arange(330)
 
 
@@ -326,20 +327,15 @@ def test_blocks_that_a_mask_hides_change_nothing(mask, dtype):
     [
         ({}, 1.0),
         (dict(causal=True), 0.5),
-        (dict(window=(64, 0)), 0.3),
-        (dict(window=(0, 64)), 0.3),
+        *[(dict(window=window), 0.3) for window in ((64, 0), (0, 64))],
         (dict(window=(64, 64)), 0.5),
-        (dict(key_mask=torch.arange(512) < 256), 0.5),
-        (dict(key_mask=torch.arange(512) >= 256), 0.5),
-        (dict(key_mask=torch.arange(512) < 256, query_mask=torch.arange(512) < 256), 0.25),
-        (dict(key_mask=torch.arange(512) < torch.tensor([[64], [448]])), 0.5),
-        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS), 0.25),
+        *[(dict(key_mask=mask), 0.5) for mask in (TOKENS < 256, TOKENS >= 256, TOKENS < torch.tensor([[64], [448]]))],
+        (dict(key_mask=TOKENS < 256, query_mask=TOKENS < 256), 0.25),
+        *[(dict(mask=mask), 0.25) for mask in (SAME, TOKENS[None] < 128, TOKENS[:, None] < 128)],
         (dict(mask=torch.ones(512, 512, dtype=torch.bool).tril()), 0.65),
-        (dict(mask=torch.arange(512)[None] < 128), 0.25),
-        (dict(mask=torch.arange(512)[:, None] < 128), 0.25),
-        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS, causal=True), 0.25),
+        (dict(mask=SAME, causal=True), 0.25),
         (dict(mask=torch.arange(512 * 512).view(512, 512) % 3 == 0), 1.0),
-        (dict(causal=True, key_mask=torch.arange(512) < 256), 0.45),
+        (dict(causal=True, key_mask=TOKENS < 256), 0.45),
     ],
     ids=str,
 )
@@ -357,6 +353,22 @@ def test_packed_sequences_are_computed_alone():
     assert len(tiling.parts(call)) == 3  # the three of length 100 are a batch, without a copy
     part = tiling.parts(call)[1]
     assert part.call.query.shape == (3, 1, 100, 16) and part.call.query.data_ptr() == call.query[:, :, 512:].data_ptr()
+
+
+@pytest.mark.parametrize("length", [8, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(sinks=torch.ones(2))], ids=["", "sinks"])
+def test_queries_that_see_nothing_may_be_infinite_or_nan(more, dtype, length):
+    mask = (torch.arange(length) >= 3)[:, None].expand(length, length).tril()
+    query, key, value = torch.randn(3, 1, 2, length, 16).to(dtype).unbind()
+    wild, results = query.clone(), []
+    wild[0, :, :3, 0] = torch.tensor([[INFINITE], [float("nan")]])
+    key[:, :, 0, 0] = -1.0  # so the first score is -inf, beside others of +inf
+    for x in (wild, query):
+        inputs = [x.requires_grad_(), key, value.requires_grad_()]
+        got = fa.attention(*inputs, mask=mask, return_lse=True, return_weights=True, backend="cpu", **more)
+        results.append((*got, *torch.autograd.grad(got[0][:, :, 3:].sum(), inputs[::2])))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 400])
