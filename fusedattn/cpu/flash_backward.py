@@ -68,8 +68,8 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
-    tensors = flash.inputs_of(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
+    tensors = flash.inputs_of(part, columns, grad_out)
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
         same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
@@ -121,7 +121,7 @@ def from_weights(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     if call.key_mask is not None:
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
-    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)
+    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None, grad_out)
 
     def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
         bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])
