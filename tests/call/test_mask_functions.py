@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +17,7 @@ from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
 from ..inside import Seen
-from ..mistakes import assert_named, bools, longs, wrong
+from ..mistakes import assert_named, bools, longs, of_values, wrong
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -30,6 +31,7 @@ TABLES = [TABLE, TABLE[::-1]]
 PATTERNS = (
     ("causal", lambda: MASKS.causal, lambda b, h, i, j: i - j >= 0),
     ("window", lambda: MASKS.sliding_window(20, 3), lambda b, h, i, j: -3 <= i - j <= 20),
+    ("keys after", lambda: MASKS.sliding_window(-1, 5), lambda b, h, i, j: 1 <= j - i <= 5),
     ("prefix", lambda: MASKS.prefix(torch.tensor(19)), lambda b, h, i, j: j in range(19)),
     ("prefixes", lambda: MASKS.prefix(torch.tensor(LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
     ("documents", lambda: MASKS.documents(torch.tensor(IDS)), lambda b, h, i, j: IDS[i] == IDS[j]),
@@ -138,6 +140,16 @@ def test_a_plan_of_fake_tensors():
         assert fa.attention(query, query, query, mask=fa.plan(MASKS.causal, rows=70, keys=70)).shape == query.shape
 
 
+def test_numpy_integers_in_compiled_code():
+    two = numpy.int64(2)
+
+    def made():
+        function = MASKS.and_(MASKS.sliding_window(two, two), MASKS.or_(MASKS.dilated(two), MASKS.prefix(two)))
+        return fa.plan(function, rows=6, keys=6).block_mask
+
+    assert torch.equal(torch.compile(made, fullgraph=True, backend="eager")() > 2, made() > 2)
+
+
 TABLE = torch.arange(70 * 70).view(70, 70) % 3 > 0
 
 
@@ -207,17 +219,11 @@ SIZES = dict(rows=4, keys=4)
 @pytest.mark.parametrize(
     "row",
     [
-        wrong("mask", TypeError, mask=lambda *at: True),
-        wrong("mask", TypeError, mask=lambda b, h, i, j: i + j),
-        wrong("mask", TypeError, mask=lambda b, h, i, j: bools(4, 4)),
+        *of_values(dict(mask=[lambda *at: True, lambda b, h, i, j: i + j, lambda *at: bools(4, 4)]), TypeError),
         wrong("mask", TypeError, mask=lambda b, h, i, j: (i < j)[None]),
-        wrong("mask", mask=lambda b, h, i, j: bools().to("meta")),
-        wrong("mask", mask=MASKS.documents(longs(0, 1, 2))),
+        *of_values(dict(mask=[lambda *at: bools().to("meta"), MASKS.documents(longs(0, 1, 2))])),
         wrong("rows", TypeError, rows=None),
-        wrong("rows", rows=2**70),
-        wrong("keys", keys=-1),
-        wrong("device", device="abc"),
-        wrong("key_mask", key_mask=bools(5)),
+        *of_values(dict(rows=[2**70], keys=[-1], device=["abc", "mps"], key_mask=[bools(5)])),
         wrong("key_mask", key_mask=bools(4), device="meta"),
         wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),
         wrong("rows", mask=bools(4, 4)),
@@ -231,10 +237,9 @@ def test_wrong_functions(row):
 @pytest.mark.parametrize(
     ("function", "row"),
     [
-        (MASKS.sliding_window, wrong("left", left=-1, right=0)),
+        (MASKS.sliding_window, wrong("left", left=2**70, right=0)),
         (MASKS.sliding_window, wrong("right", TypeError, left=0, right=None)),
-        (MASKS.prefix, wrong("length", length=-1)),
-        (MASKS.prefix, wrong("length", length=longs((1, 2)))),
+        *[(MASKS.prefix, row) for row in of_values(dict(length=[-1, longs((1, 2))]))],
         (MASKS.documents, wrong("ids", TypeError, ids=[0, 1])),
         (MASKS.spans, wrong("ids", ids=torch.tensor(1))),
         (MASKS.dilated, wrong("step", step=0)),
