@@ -259,10 +259,9 @@ def plan(
     place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
     if device is not None or place is None:
         try:
-            device = None if device is None else torch.device(device)
-        except (TypeError, RuntimeError):
-            fail(ValueError, "device", "a torch.device or the name of one", value(device))
-        place = torch.empty(0, device=device).device  # with its index
+            place = torch.empty(0, device=device).device  # with its index
+        except (TypeError, RuntimeError, AssertionError):
+            fail(ValueError, "device", "a device that this PyTorch has, or its name", value(device))
     return make_plan(masks, sizes, place, backends.block_size(place))
 
 
