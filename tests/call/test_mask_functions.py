@@ -185,6 +185,9 @@ def test_what_a_plan_keeps(of_blocks, dtype, device):
     assert torch.equal(*(fa.attention(query, key, key, mask=x, backend="naive") for x in (plan, mask)))
     few = fa.plan(MASKS.and_(MASKS.dilated(3), MASKS.causal), **sizes, **broad)
     assert few.block_mask.shape[:2] == (1, 1) and few.shape[:2] == (3, 2) and len(few.mask_bits) == 16
+    with Seen() as seen:  # equal blocks are counted once
+        assert 0.1 < few.density < 0.2
+    assert max(numel for _, numel, _ in seen.made) < 2000 * of_blocks
 
 
 def test_a_plan_moves_and_pickles(device):
