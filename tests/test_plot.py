@@ -158,6 +158,7 @@ def test_pyplot_is_left_alone_and_matplotlib_is_late():
         ("weights: .*inf", lambda: plot.attention_map(torch.tensor([[0.0, math.inf]]))),
         ("tokens: .*3 names, got 2", lambda: plot.attention_map(weights(3, 3), "ab")),
         ("key_tokens: .*3 names", lambda: plot.attention_map(weights(2, 3), "ab", "ab")),
+        ("plan: ", lambda: plot.plan(fa.plan(fa.masks.causal, rows=0, keys=7))),
         ("pe: .*finite", lambda: plot.positional_encoding(torch.tensor([[math.nan]]))),
     ],
 )
