@@ -138,7 +138,8 @@ def density(
     if block_mask is None or mask_bits is None:  # token masks alone
         counts: list[Any] = [1 if x is None else x.sum(1) for x in (key_mask, query_mask)]
         return float((counts[0] * counts[1]).sum()) / max(1, math.prod(shape))
-    size, device, sides, total = mask_bits.shape[1], mask_bits.device, [], math.prod(block_mask.shape[:2])
+    size, device, total = mask_bits.shape[1], mask_bits.device, math.prod(block_mask.shape[:2])
+    sides: list[tuple[Any, Any]] = []
     for tokens, n in zip((query_mask, key_mask), shape[2:], strict=True):
         if tokens is None:  # a mask that broadcasts has one block of equal rows or keys
             tokens = torch.ones(1, size if n == 1 else n, dtype=torch.bool, device=device)

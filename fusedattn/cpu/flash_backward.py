@@ -36,6 +36,7 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
     """Return the gradients of query, key and value from the kernel. tensors: grad_out, query, key, value, out, lse."""
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
     if where.masked and not bool(query.sum().isfinite()):  # a row that sees nothing has weights exp(NaN), not 0
+        assert added is not None
         query = query.masked_fill((added == -INFINITE).all(-1, keepdim=True), 0.0)
     query, scale, factor = flash.by_power(query, call.scale)
     grads = flash_attention_for_cpu_backward(grad_out, query, *others, 0.0, where.causal, attn_mask=added, scale=scale)

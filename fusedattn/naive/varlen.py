@@ -70,7 +70,7 @@ def sequences(call: Call) -> list[Call]:
 def of_batches(call: Call, **slices: slice) -> Call:
     """Slice the tensors of a call that have a batch dimension (see `sliced`): B=slice(2, 4) keeps batches 2 and 3."""
     present = {name: x for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}
-    fields: dict[str, Any] = {name: sliced(name, x, **slices) for name, x in present.items()}
+    fields: dict[str, Any] = {name: sliced(name, x, None, **slices) for name, x in present.items()}
     return call._replace(**fields)
 
 
