@@ -1,6 +1,7 @@
 """Plots of speed over length from the rows of a CSV: python -m fusedattn.bench.plot FILE.csv FILE.png [PROVIDER ...].
 
-With PROVIDERs it draws the cases in PAPER, each from the last run that timed all these providers. It needs matplotlib.
+With PROVIDERs it draws the cases in PAPER, each from the last run that timed all these providers; otherwise the last
+row of each provider, mode and case. It needs matplotlib.
 """
 
 import collections
@@ -41,7 +42,7 @@ def figure(written):
     axes = [*drawn.subplots(down, across, squeeze=False).flat]
     for ax, ((mode, case), some) in zip(axes, panels.items(), strict=False):
         for provider, style in styles.items():
-            points = sorted((row.Sk, factor * row.tflops) for row in some if row.provider == provider)
+            points = sorted({row.Sk: factor * row.tflops for row in some if row.provider == provider}.items())
             if points:
                 ax.plot(*zip(*points, strict=True), **style, label=LABELS.get(provider, provider))
         lengths = sorted({row.Sk for row in some})

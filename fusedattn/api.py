@@ -179,7 +179,8 @@ def attention_decode(
             new keys must have the resulting dtype.
         key_cache, value_cache: (B, Hkv, C, D) and (B, Hkv, C, Dv), or pages of a pool, (pages, Hkv, page, D or Dv). Any
             strides. Values may be the first columns of the keys (latent attention); kernels load both at once. Appends
-            then need new_value to be those columns of new_key, and no rotary embedding. They refuse any other overlap.
+            then need new_value to be those columns of new_key, and no rotary embedding. They refuse any other overlap
+            of caches with equal strides.
         cache_seqlens: int32 (B,), the number of keys of each sequence before the append; it is not changed.
         block_table: int32 (B, n), the pages of each sequence, in order. Entries beyond a length are ignored. Sequences
             may share a page, but not the position of a new key.

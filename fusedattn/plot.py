@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import bits
-from .call.checks import check_bool, check_number, check_strided, fail
+from .call.checks import check_bool, check_number, check_place, fail
 from .call.options import Plan
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _matplotlib(figure: Any) -> Any:
 
 
 def _values(name: str, tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    check_strided(**{name: tensor})
+    check_place(name, tensor)
     if tensor.is_complex() or tensor.is_quantized:
         fail(TypeError, name, "real numbers", tensor.dtype)
     if tensor.is_meta:

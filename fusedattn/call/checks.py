@@ -197,11 +197,6 @@ def check_tensors(**tensors: Any) -> None:
             fail(TypeError, name, "a tensor", type_name(tensor))
 
 
-def check_strided(**tensors: Any) -> None:
-    for name, x in tensors.items():
-        check_place(name, x)
-
-
 def check_place(name: str, x: Any, device: torch.device | None = None, of: str = "query") -> None:
     """Raise unless x is a strided tensor on `device` (None: on any). of: the argument that `device` is from."""
     if not isinstance(x, Tensor):

@@ -75,11 +75,6 @@ def capacity_of(decode: Decode) -> int:
     return decode.call.key.shape[2] if holds(decode.key_cache.shape[0] != 0, True) else 0
 
 
-def capacity(arguments: CacheArguments) -> int:
-    page, table = arguments.key_cache.shape[2], arguments.block_table
-    return page if table is None else page * table.shape[1]  # type: ignore[no-any-return]
-
-
 def stand_in(cache: Tensor, table: Tensor | None) -> Tensor:
     """Return the cache; if it is paged, one uninitialised element expanded to (B, Hkv, capacity, D)."""
     if table is None:
@@ -158,13 +153,13 @@ def check_gradients(arguments: Mapping[str, Any]) -> None:
             fail(ValueError, name, expected, "one that requires grad: use torch.no_grad()")
 
 
-def check_values(a: CacheArguments, options: Arguments) -> None:
+def check_values(a: CacheArguments, options: Arguments, most_keys: int) -> None:
     """Raise if the caches overlap, or if lengths, pages or rotary positions on a CPU are out of range."""
     if a.new_key is not None and not is_compiling():
         _check_apart(a)
     if not is_known(a.cache_seqlens) or not a.cache_seqlens.numel():
         return
-    most_keys, lengths = capacity(a), a.cache_seqlens.tolist()
+    lengths = a.cache_seqlens.tolist()
     new = 0 if a.new_key is None else a.new_key.shape[2]
     least, most = min(lengths), max(lengths)
     if least < 0 or most > most_keys:
@@ -235,11 +230,11 @@ def checked(a: CacheArguments, options: Arguments, named: bool = False) -> Decod
         a = a._replace(query=a.query.to(dtype))
     check_sizes(a)
     query, (batch, heads, rows, _) = a.query, a.query.shape
-    options = check_options(options, rules.Sizes(query.device, query.dtype, batch, heads, rows, capacity(a)))
+    key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
+    options = check_options(options, rules.Sizes(query.device, query.dtype, batch, heads, rows, key.shape[2]))
     learned = {name: getattr(options, name) for name in INPUTS if name not in a._fields}
     check_gradients({**a._asdict(), **learned})
-    check_values(a, options)
-    key, value = (stand_in(cache, a.block_table) for cache in (a.key_cache, a.value_cache))
+    check_values(a, options, key.shape[2])
     options = options._replace(query=query, key=key, value=value)
     # Rotary positions always depend on align, which `normalise` ignores without causal and window.
     alignment = dict(top_left=options.align == "top_left") if a.rotary_cos is not None else {}

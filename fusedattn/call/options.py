@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Layout of packed sequences: offsets, total rows and keys, maximum lengths."""
+    """Layout of packed sequences: offsets, total rows and keys, maximum lengths. Without them the offsets are None."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -87,9 +87,6 @@ class Lengths(NamedTuple):
     keys: int
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-
-
-WHOLE = Lengths(None, None, 0, 0, None, None)  # for a call without packed sequences
 
 
 class Origin(NamedTuple):
@@ -219,9 +216,7 @@ def sliced(name: str, x: Any, pairs: Mapping[str, slice] | None = None, **slices
 
 
 # Functions, not properties: the compiler of torch 2.10 does not trace properties of a NamedTuple.
-def lengths_of(call: Call) -> Lengths | None:
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        return None
+def lengths_of(call: Call) -> Lengths:
     totals = call.query.shape[2], call.key.shape[2]
     return Lengths(call.cu_seqlens_q, call.cu_seqlens_k, *totals, call.max_seqlen_q, call.max_seqlen_k)
 
@@ -246,6 +241,10 @@ def hiding(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Ten
 def diagonal(call: Call) -> int:
     """Return the position of the key that causal and window align with row 0."""
     return (0 if call.top_left else call.key.shape[2] - call.query.shape[2]) + shift(call)
+
+
+def origin_of(call: Call) -> Origin:
+    return Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin)
 
 
 def shift(call: Call) -> int:

@@ -6,29 +6,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import private
-from .checks import (
-    FLOATING,
-    FLOATS,
-    as_python,
-    broadcasts,
-    check_bool,
-    check_dtype,
-    check_floating,
-    check_number,
-    check_place,
-    check_rank,
-    check_shape,
-    divides,
-    fail,
-    irregular,
-    is_int,
-    is_shape,
-    is_size,
-    type_name,
-    unfit,
-    value,
-)
+from . import checks, private
+from .checks import broadcasts, check_bool, check_floating, check_number, check_place, divides, fail, is_size, value
 from .options import DIMS, Arguments, Call, Plan, differentiated, in_full, seed_tensor, thread_overrides
 from .private import holds
 
@@ -56,10 +35,10 @@ def check_query_key_value(
     # With a layout, heads are second, and the first dimension of key may differ from that of query.
     check_place("query", query)
     dtype, device, rank = query.dtype, query.device, query.dim()
-    if dtype not in FLOATING:
-        fail(TypeError, "query", f"a tensor of {FLOATS}", unfit(query))
+    if dtype not in checks.FLOATING:
+        fail(TypeError, "query", f"a tensor of {checks.FLOATS}", checks.unfit(query))
     if layout:
-        check_rank("query", query, layout)
+        checks.check_rank("query", query, layout)
     elif rank not in (2, 3, 4):
         fail(ValueError, "query", "rank 2, 3 or 4", query.shape)
     for name, x in ((key_name, key), (value_name, value)):
@@ -83,7 +62,7 @@ def check_query_key_value(
         expected = f"a number of heads that divides the {sizes[1]} heads of query"
         swapped = rank == 4 and holds(key_sizes[2] < key_sizes[1], False) and divides(sizes[2], key_sizes[2])
         fail(ValueError, key_name, expected, f"{key_sizes[1]} heads{ORDER if swapped else ''}")
-    if not is_shape(value_sizes[:-1], key_sizes[:-1]):
+    if not checks.is_shape(value_sizes[:-1], key_sizes[:-1]):
         expected = f"the shape of {key_name}, {tuple(key_sizes)}, except for the last dimension"
         fail(ValueError, value_name, expected, value_sizes)
 
@@ -124,32 +103,32 @@ def check_tokens(name: str, x: Any, s: Sizes) -> None:
 
 
 def check_words(name: str, x: Tensor, device: torch.device) -> None:
-    check_dtype(name, x, torch.int64, device)
+    checks.check_dtype(name, x, torch.int64, device)
     if not x.is_contiguous():
         fail(ValueError, name, "words of a plan in contiguous memory", f"strides {x.stride()}")
 
 
 def check_heads(name: str, x: Any, device: torch.device, *shapes: tuple[int, ...]) -> None:
     check_floating(name, x, device)
-    check_shape(name, x, *shapes, why="one for each head of query")
+    checks.check_shape(name, x, *shapes, why="one for each head of query")
 
 
 def check_seed(seed: Any, device: torch.device) -> None:
     if isinstance(seed, Tensor):
-        if seed.dtype != torch.int64 or irregular(seed) is not None:
-            fail(TypeError, "seed", "an int or a tensor of one int64", irregular(seed) or seed.dtype)
+        if seed.dtype != torch.int64 or checks.irregular(seed) is not None:
+            fail(TypeError, "seed", "an int or a tensor of one int64", checks.irregular(seed) or seed.dtype)
         if seed.numel() != 1 or seed.device != device:
             got = f"shape {tuple(seed.shape)} on {seed.device}"
             fail(ValueError, "seed", f"one element, on the device of query, {device}", got)
-    elif not is_int(seed):
-        fail(TypeError, "seed", "an int or a tensor of one int64", type_name(seed))
+    elif not checks.is_int(seed):
+        fail(TypeError, "seed", "an int or a tensor of one int64", checks.type_name(seed))
     elif not -(2**63) <= seed < 2**63:
         fail(ValueError, "seed", "an int from -2**63 to 2**63 - 1", value(seed))
 
 
 def _number_of(scale: Tensor) -> Any:
     """Return the number in a scale of rank 0, or any other tensor unchanged."""
-    if irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
+    if checks.irregular(scale) is not None or scale.dim() or scale.dtype == torch.bool or scale.is_complex():
         return scale
     if scale.requires_grad or differentiated((scale,)):
         got = "one that requires grad: to learn a scale, multiply query by it and pass scale=1.0"
@@ -176,7 +155,7 @@ def check_options(arguments: Arguments, sizes: Sizes | None = None) -> Arguments
         fail(TypeError, "causal", "a bool", value(a.causal))
     if a.window is not None:
         pair = isinstance(a.window, tuple | list) and len(a.window) == 2
-        if not pair or any(side is not None and not is_int(side) for side in a.window):
+        if not pair or any(side is not None and not checks.is_int(side) for side in a.window):
             fail(TypeError, "window", "(left, right), each an int or None", value(a.window))
         if any(side is not None and side < 0 for side in a.window):
             fail(ValueError, "window", "sides of 0 or more, or None for unbounded", value(a.window))
@@ -220,7 +199,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     a, columns = arguments, arguments.query.shape[-1]
     if a.scale is None and isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
         columns = int(columns)
-    left, right = (None, None) if a.window is None else map(as_python, a.window)
+    left, right = (None, None) if a.window is None else map(checks.as_python, a.window)
     fields: dict[str, Any] = {}
     for name, rank in _RANKS.items():
         x = getattr(a, name)

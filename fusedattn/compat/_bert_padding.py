@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call.checks import FLOATING, check_place, check_shape, check_sizes, check_strided, fail, overridable
+from ..call.checks import FLOATING, check_place, check_shape, check_sizes, fail, overridable
 from ..call.options import is_known
 from ..call.padding import longest
 from ._flash import check_range
@@ -35,7 +35,7 @@ def unpad_input(
         (rows (T, ...), their indices (T,) in the B * S rows of the batch, cu_seqlens int32 (B + 1,), the longest
         length, the number of real rows of each sequence, int32 (B,)). On a GPU the host waits for T and the length.
     """
-    check_strided(hidden_states=hidden_states)
+    check_place("hidden_states", hidden_states)
     if hidden_states.dim() < 2:
         fail(ValueError, "hidden_states", "shape (B, S, ...)", hidden_states.shape)
     masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
@@ -55,7 +55,8 @@ def unpad_input(
 @overridable
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Pad packed rows (T, ...) to (batch, seqlen, ...): row i goes to flat index indices[i], others are 0."""
-    check_strided(hidden_states=hidden_states, indices=indices)
+    check_place("hidden_states", hidden_states)
+    check_place("indices", indices)
     check_sizes(0, batch=batch, seqlen=seqlen)
     if indices.dtype not in (torch.int32, torch.int64):
         fail(TypeError, "indices", "int32 or int64", indices.dtype)

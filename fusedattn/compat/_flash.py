@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..call import checks, decode, rules
-from ..call.checks import as_python, check_dtype, check_rank, check_shape, check_strided, fail, type_name
+from ..call.checks import as_python, check_dtype, check_place, check_rank, check_shape, fail, type_name
 from ..call.decode import CacheArguments
 from ..call.options import Arguments, is_known, override
 from ..call.padding import longest, padding
@@ -37,7 +37,7 @@ def ask(names: Mapping[str, str], function: Callable[..., Any], *tensors: Any, *
 
 
 def check_tensor(name: str, x: Any, layout: str) -> None:
-    check_strided(**{name: x})
+    check_place(name, x)
     check_rank(name, x, layout)
 
 
@@ -53,7 +53,7 @@ def scores(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alib
     """Convert flash-attn's options to keyword arguments of `attention`."""
     sides = window_size
     if isinstance(sides, Tensor):
-        check_strided(window_size=sides)
+        check_place("window_size", sides)
     if type(sides).__module__ == "numpy" or isinstance(sides, Tensor) and not sides.is_meta:
         sides = sides.tolist()
     sides = tuple(map(as_python, sides)) if isinstance(sides, tuple | list) else ()

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from torch.types import Device
 
 from ..call import checks
-from ..call.checks import FLOATING, as_python, check_flags, check_place, check_shape, check_strided, fail, unfit
+from ..call.checks import FLOATING, as_python, check_flags, check_place, check_shape, fail, unfit
 from ..layers.attention import attend, check_input, check_layer
 from ._sdpa import scaled_dot_product_attention
 from ._switch import disable_sdpa, enable_sdpa, register, sdpa, sdpa_provider
@@ -42,7 +42,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
         if isinstance(x, Tensor) and x.is_nested:
             got = f"a nested tensor of {x.layout}"
             fail(TypeError, name, "a dense tensor, or one strided nested tensor for all, batch_first and unmasked", got)
-    check_strided(query=query)
+    check_place("query", query)
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)
     leading: list[int | str] = ["length"] * (query.dim() - 1)

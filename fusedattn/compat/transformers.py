@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
 from ..call.bits import unpack
-from ..call.checks import check_strided, fail, value
+from ..call.checks import check_place, fail, value
 from ..call.options import Plan
 from ._flash import ask, check_tensor
 from ._hf_names import NAMES, REFUSED, masks_of
@@ -169,5 +169,5 @@ def _pairs(name: str, scores: Tensor | None, keys: int) -> Tensor | None:
     """Return a mask or bias with rank 4 and one column per key. Some masks of transformers 4 have more columns."""
     if scores is None:
         return None
-    check_strided(**{name: scores})
+    check_place(name, scores)
     return scores[(None,) * (4 - scores.dim())][..., :keys]

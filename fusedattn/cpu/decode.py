@@ -1,8 +1,8 @@
-"""Attention to key-value caches: append new keys, then attend to the filled part of each cache."""
+"""Attention to key-value caches: only to the filled part of each."""
 
 from torch import Tensor
 
-from ..call.decode import Decode, apart, capacity_of
+from ..call.decode import Decode, capacity_of
 from ..call.layout import arrange, dense
 from ..call.options import Call, wide_dtype
 from ..naive import decode as naive
@@ -10,20 +10,6 @@ from ..naive.formula import without_autocast
 from ..naive.varlen import joined
 from . import flash
 from .small_k import is_few
-
-
-def append(decode: Decode) -> None:
-    if decode.new_key is None:
-        return
-    lengths = decode.lengths.tolist()
-    fits = lengths and min(lengths) >= 0 and max(lengths) + decode.added <= capacity_of(decode)
-    if decode.table is not None or decode.cos is not None or not fits:
-        naive.append(decode)
-        return
-    caches, news = (decode.key_cache, decode.value_cache), apart(decode)
-    for first, last, length in naive.alike(lengths):
-        for cache, new in zip(caches, news, strict=True):
-            cache[first:last, :, length : length + decode.added] = new[first:last]
 
 
 @without_autocast
@@ -35,7 +21,7 @@ def _of_call(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def attend(decode: Decode) -> tuple[Tensor, Tensor]:
-    """Return (output, lse) of attention to the caches. Call `append` first, which writes the new keys into them."""
+    """Return (output, lse) of attention to the caches. Append new keys first (`naive.decode.append`)."""
     most = capacity_of(decode)
     after = [min(max(length, 0) + decode.added, most) for length in decode.lengths.tolist()]
     call = naive.rotated_query(decode)

@@ -13,6 +13,7 @@ from ..call.checks import check_flags, check_rank, fail
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.rules import Sizes, check_options, checked
 from ..dispatch import backends, replay
+from ..naive import pairs
 from ..operators import partial, schema
 from . import ranks as ranks_of
 from .ranks import Ranks
@@ -243,5 +244,5 @@ def _backend(call: Call, needs: set[str], need_weights: bool, named: str | None)
         leaves = {name: x.detach().requires_grad_(name in needs) for name, x in tensors.items() if x is not None}
         call = call._replace(**leaves)
     if call.query.device.type == "cpu" and named not in partial.KERNELS:
-        call = partial.widened(call)
+        call = pairs.prepared(call)
     return backends.choose(call, need_weights, named).name

@@ -15,6 +15,7 @@ from ..call.checks import fail, overridable
 from ..call.layout import arrange
 from ..call.options import DIMS, INPUTS, WITH_DIM, Call, Origin, tensors as tensors_of, wide_dtype
 from ..call.private import eager
+from ..naive import pairs
 from ..naive.formula import without_autocast
 from ..operators import flops, partial
 from ..operators.backward import gradients
@@ -147,7 +148,7 @@ def _forward(whole: GlobalCall) -> tuple[list[Tensor | None], GlobalCall, Sequen
     call = _local(whole)
     if _route(whole, "key").repeated:  # sum gradients of shared key heads before rounding them
         kernels = whole.backend in partial.KERNELS and not whole.need_weights
-        call = call._replace(partial=True) if kernels else partial.widened(call)
+        call = call._replace(partial=True) if kernels else pairs.prepared(call)
     flops.offer(OPERATORS.forward)
     needs = whole.need_lse, whole.need_weights, bool(whole.wanted())
     out, lse, weights, stats = OPERATORS.forward(*call, *needs, whole.backend)

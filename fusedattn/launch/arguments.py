@@ -175,12 +175,12 @@ def sums_sinks_by_row(call):
     return call.sinks is not None and (call.partial or (call.cu_seqlens_q is not None and len(call.sinks) > 1))
 
 
-def can_pack_gqa(call, out, most):
-    """Return whether query heads that share a key head can be stacked as rows of one head, `most` rows or fewer."""
+def pack_gqa(call, out, most):
+    """Reshape (call, output): query heads that share a key head become rows of one head, if `most` or fewer."""
     (_, heads, rows, _), kv_heads = call.query.shape, call.key.shape[1]
     others = *(getattr(call, name) for name in BY_HEAD), call.seed, call.query_mask, call.block_mask, call.cu_seqlens_q
     pairs = [x for x in (call.mask, call.bias) if x is not None]
-    return (
+    packs = (
         kv_heads < heads
         and rows * (heads // kv_heads) <= most
         and all(x is None for x in others)
@@ -189,11 +189,7 @@ def can_pack_gqa(call, out, most):
         and all(x.shape[2] == 1 or x.stride(1) == x.shape[2] * x.stride(2) for x in (call.query, out))
     )
 
+    def packed(tensor):
+        return tensor.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
-def pack_gqa(call, out):
-    """Reshape a call and its output, so that query heads which share a key head become rows of one head."""
-
-    def rows(tensor):
-        return tensor.unflatten(1, (call.key.shape[1], -1)).flatten(2, 3)
-
-    return call._replace(query=rows(call.query), left=None, right=None), rows(out)
+    return (call._replace(query=packed(call.query), left=None, right=None), packed(out)) if packs else (call, out)

@@ -20,7 +20,7 @@ def new_block_mask(mask, key_mask, query_mask, bias, lengths):
     """Return (uninitialised block_mask and mask_bits, (rows, keys) they cover, masks and bias without broadcasts)."""
     # At least one mask or the bias must be given. Without a mask of pairs, mask_bits is empty. Dimensions along which
     # all masks and the bias broadcast have size 1. But with a mask of pairs, rows and keys are at least BLOCK.
-    if lengths is None:
+    if lengths.cu_seqlens_q is None:
         key_mask, query_mask = narrow(key_mask), narrow(query_mask)
     masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))
     shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
@@ -40,7 +40,7 @@ def block_mask(mask, key_mask, query_mask, bias, lengths):
     (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
     if block_mask.numel():
         # Without token masks, packed sequences may share a block mask. Then it must not depend on their lengths.
-        packed = lengths is not None and not (key_mask is query_mask is None)
+        packed = lengths.cu_seqlens_q is not None and not (key_mask is query_mask is None)
         launched = dict(BlockMask=block_mask, Words=mask_bits if mask_bits.numel() else None)
         views = arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed)
         bias = None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys))
@@ -83,7 +83,7 @@ def sequences_of(call, block, by_keys=False, used=None):
 
 
 def extents(lengths):
-    return None if lengths is None else packed_sequences(lengths, 1).extents
+    return None if lengths.cu_seqlens_q is None else packed_sequences(lengths, 1).extents
 
 
 def tile_lists(call, tile, by_keys=False, sequences=None):

@@ -23,9 +23,8 @@ def run_by_rows(name, call, launched):
 
 
 def _forward(out, lse, stats, call):
-    enough = call.query.shape[0] * call.key.shape[1] >= run.multiprocessors(run.device_of(call.query))
-    if enough and arguments.can_pack_gqa(call, out, tile_table.FEW_ROWS):
-        call, out = arguments.pack_gqa(call, out)
+    if call.query.shape[0] * call.key.shape[1] >= run.multiprocessors(run.device_of(call.query)):  # still fills the GPU
+        call, out = arguments.pack_gqa(call, out, tile_table.FEW_ROWS)
     call = blocks.marked(call)
     common = arguments.common(call, BY_THREADS=arguments.by_threads(call.key))
     run_by_rows("forward", call, common | dict(Out=arguments.of(out), Lse=lse, Stats=stats))

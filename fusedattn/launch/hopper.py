@@ -176,7 +176,8 @@ def fits(call: Call, form: Pipeline | Backward) -> bool:
     bias, columns = by_tiles(call), row_width(call)
     if isinstance(form, Backward):
         if bias is None or columns > tile_table.ONE_PASS:
-            return columns != 256 or bias is None or bias.element_size() == 2 or bias.shape[2] == 1
+            wide = columns == 256 and sum(tile_widths(call)) == 512
+            return not wide or bias is None or bias.element_size() == 2 or bias.shape[2] == 1
         return bias_tiles(call, bias, form) > 0
     most = tile_table.MOST_KEYS.get(columns, {})
     if any(form.keys > keys and getattr(call, name) is not None for name, keys in most.items()):
@@ -195,7 +196,9 @@ def _forward_bytes(call, form, bias):
     elements = form.rows * columns * (1 if columns > 128 or apart else 2)
     elements += form.keys * (of_key + form.stages * columns_v)
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # the output tile
-    elements += 0 if bias is None else form.rows * form.keys * bias.element_size() // 2
+    if bias is not None:  # for each warpgroup a tile, or one row of at least 128 bytes
+        size = form.keys * bias.element_size()
+        elements += (form.warpgroups * max(size, 128) if bias.shape[2] == 1 else form.rows * size) // 2
     ahead = cdiv(forward.TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
     return 2 * elements + _word_bytes(call, form, ahead)
 
@@ -216,7 +219,7 @@ def bias_tiles(call, bias, form):
 
 
 def heavy_options(call: Call) -> list[str]:
-    """Return the fields of a Call that are set and take many registers in the Hopper backward."""
+    """Return the fields of a Call that are set and take many registers."""
     fields = "softcap", "alibi_slopes", "bias", "seed", "mask", "mask_bits"
     return [name for name in fields if getattr(call, name) is not None and (name != "mask" or call.mask_bits is None)]
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from triton import cdiv
 
-from ..call.options import TENSORS, Call, Origin, sizes, sliced, with_tensors
+from ..call.options import TENSORS, Call, origin_of, sizes, sliced, with_tensors
 from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
@@ -20,12 +20,6 @@ def unit(call: Call) -> tuple[int, int]:
     return EACH, hopper.tile_widths(call)[0]
 
 
-def _is_table(call, score):
-    """Return whether products subtract row statistics: not with dropout, scaled scores, wide heads or the kernel dq."""
-    plain = call.seed is None and score.softmax_scale is not None and not arguments.sums_sinks_by_row(call)
-    return plain and hopper.row_width(call) <= tile_table.ONE_PASS
-
-
 def _are_rows(call):
     """Return whether row statistics of wide heads are (rows, 4), as packed rows and kernels dq, dkdv and dbias need."""
     return not call.cu_seqlens_q is call.bias is call.alibi_slopes is None or arguments.sums_sinks_by_row(call)
@@ -33,10 +27,11 @@ def _are_rows(call):
 
 def new_rows(call: Call, stats: Tensor, score) -> tuple[Tensor, int | None]:
     """Return (buffer of row statistics that `preprocess` fills, its padded number of rows or None)."""
-    batch, heads, length, _ = call.query.shape
-    if _is_table(call, score):
+    (batch, heads, length, _), narrow = call.query.shape, hopper.row_width(call) <= tile_table.ONE_PASS
+    # Products subtract row statistics: not with dropout, scaled scores, wide heads or the kernel dq.
+    if narrow and call.seed is None and score.softmax_scale is not None and not arguments.sums_sinks_by_row(call):
         return stats.new_empty((batch, 2 * heads, length, 16), dtype=torch.bfloat16), None
-    if hopper.row_width(call) <= tile_table.ONE_PASS or _are_rows(call):
+    if narrow or _are_rows(call):
         return stats.new_empty((batch, heads, length, 4)), None
     pitch = cdiv(length, 4) * 4  # TMA reads 16 bytes at a time
     return stats.new_empty((batch, heads, 4, pitch)), pitch
@@ -195,7 +190,7 @@ def _part(p, part):
         slices = part | dict(q=slice(rows.start // blocks.BLOCK, cdiv(rows.stop, blocks.BLOCK)))
     some = with_tensors(call, [sliced(name, getattr(call, name), **slices) for name in TENSORS])
     if rows is not None:
-        origin = Origin(*call.origin or (0, 0, 0, 0, call.query.shape[1]))
+        origin = origin_of(call)
         shift = origin.shift + (rows.start if call.top_left else rows.stop - call.query.shape[2])
         some = some._replace(origin=[*origin._replace(shift=shift, row=origin.row + rows.start)])
     statistics = p.launched["Rows"]

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from triton import cdiv
 
+from ..call.decode import capacity_of
 from ..call.options import Call, sizes
 from ..kernels.hopper.forward import Spec, Stored
 from ..kernels.hopper.work import Caches
@@ -71,7 +72,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
     query, key, value, packed = call.query, call.key, call.value, call.cu_seqlens_q is not None
     caches, page, by_rows = Caches(None, None, None), hopper.RAGGED_ROWS, packed
     if cached is not None:
-        lengths, by_rows = cached.lengths + cached.added, True
+        lengths, by_rows = cached.lengths.clamp(0, capacity_of(cached)) + cached.added, True
         key, value = hopper.rows_of_cache(cached.key_cache), hopper.rows_of_cache(cached.value_cache)
         caches = Caches(*map(arguments.of, (lengths, cached.table)), hopper.pitch_of(cached.key_cache))
         if cached.table is not None and cached.table.shape[1] > 1:
@@ -108,8 +109,8 @@ def launch_on_hopper(out, lse, stats, call, cached=None):
     call, kind = arguments.bounded(call), run.kind_of("hopper", call, cached is not None)
     call = hopper.all_readable(call) if cached is None else hopper.all_readable(call, ("query",))
     # Never pack calls with masks or a bias. With gradients a block mask forbids it; without, bits must be the same.
-    if not arguments.hides(call) and arguments.can_pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS):
-        call, out = arguments.pack_gqa(call, out)
+    if not arguments.hides(call):
+        call, out = arguments.pack_gqa(call, out, 2 * tile_table.WARPGROUP_ROWS)
     # Do not use the block mask of a bias, which only gradients need: making it reads the bias, and it reorders blocks.
     unmasked = call.mask is call.mask_bits is call.key_mask is None
     call = call._replace(block_mask=None) if unmasked else blocks.marked(call)

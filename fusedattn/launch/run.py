@@ -10,7 +10,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
-from ..call.options import BY_HEAD, AssumedGPU, Call, lengths_of, thread_overrides
+from ..call.options import BY_HEAD, AssumedGPU, Call, thread_overrides
 from ..kernels import append, block_mask, combine, dbias, decode, dkdv, dq, forward, preprocess, sequences, tangent
 from ..kernels.vocabulary.columns import PART
 from ..kernels.vocabulary.memory import width
@@ -157,9 +157,8 @@ def form_on_hopper(name, call):
     width, place = hopper.row_width(call), tuned.place(name, call.query.dtype, widest(call))
     forms, (least, long) = tile_table.ON_HOPPER[name].get(width, ()), tile_table.HOPPER_LONG.get(width, ({}, None))
     # Packed sequences count as short, because the bits of one must not depend on the lengths of others. So do calls
-    # with a mask of pairs, bias, slopes or dropout, which need more registers than three warpgroups leave a thread.
-    rich = not call.mask is call.mask_bits is call.bias is call.alibi_slopes is call.seed is None
-    is_short = rich or call.cu_seqlens_q is not None
+    # with options that need more registers than three warpgroups leave a thread.
+    is_short = hopper.heavy_options(call) or call.cu_seqlens_q is not None
     length = 0 if is_short else min(call.query.shape[2], call.key.shape[2])
     is_long = length >= least.get(hopper.band_of(call), math.inf)
     # Tuning ranks forms by long calls, so short calls try `long` last. Widths 192 and 256 share a place.
@@ -225,7 +224,7 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
     kinds = [kind_of(name, call, cached) for name in names]
     if names[0] not in tile_table.ON_CACHES and (call.block_mask is not None or hides(call)):
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
-    if lengths_of(call) is not None:
+    if call.cu_seqlens_q is not None:
         kinds.append(("fill_slots", device))
     return next((why for why in map(failures.known, kinds) if why is not None), None)
 

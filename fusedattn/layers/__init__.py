@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.types import Device
 
-from ..call.checks import as_python, check_floating, check_names, check_sizes, check_strided, fail
+from ..call.checks import as_python, check_floating, check_names, check_place, check_sizes, fail
 from .attention import MultiHeadAttention, check_fits, check_input, check_layer
 
 
@@ -183,7 +183,7 @@ class FeedForward(_Configurable):
         """Return the output for x (..., hidden), of the same shape. Raises ValueError for another width."""
         if not isinstance(x, fx.Proxy):
             if getattr(x, "layout", None) != torch.jagged:
-                check_strided(x=x)
+                check_place("x", x)
             if x.shape[-1:] != (self.hidden_size,):
                 fail(ValueError, "x", f"shape (..., {self.hidden_size})", x.shape)
             check_fits("x", x, self.linear_1)

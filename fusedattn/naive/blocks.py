@@ -1,13 +1,13 @@
 """Cuts a call into blocks (rows, and the keys they see) whose scores fit a cache. A plane is one head of one batch."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.checks import plain
-from ..call.options import WITH_DIM, Call, Origin, diagonal
+from ..call.options import WITH_DIM, Call, diagonal, origin_of
 from ..call.private import tracing
 
 # Bytes of a block's scores, per core. On an EPYC with 1 MiB L2 and 32 MiB L3 (torch 2.13), blocks of 2**28 took 2 to 3
@@ -25,21 +25,8 @@ class Block(NamedTuple):
     end: int
 
 
-class Part(NamedTuple):
-    """Some batches and heads of a call, cut into blocks. planes: (B, Hq), each head's number for dropout, or None."""
-
-    call: Call
-    planes: Tensor | None
-    blocks: list[Block]
-
-
-def uncut(call: Call) -> Part:
-    (batch, heads, rows, _), device = call.query.shape, call.query.device
-    planes = None if call.seed is None else torch.arange(batch * heads, device=device).view(batch, heads)
-    if planes is not None and call.origin is not None:
-        origin = Origin(*call.origin)
-        planes = origin.plane + planes % max(1, heads) + planes // max(1, heads) * origin.heads
-    return Part(call, planes, [Block(0, rows, 0, call.key.shape[2])])
+def whole_block(call: Call) -> Block:
+    return Block(0, call.query.shape[2], 0, call.key.shape[2])
 
 
 def sized(call: Call) -> bool:
@@ -78,12 +65,12 @@ def spans(rows: int, step: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def parts(call: Call, limit: int) -> list[list[Part]]:
-    """Split a call into Parts: return a list for each span of batches, with a Part for each span of heads."""
+def parts(call: Call, limit: int) -> tuple[list[list[Call]], list[Block]]:
+    """Return (a list for each span of batches, with a Call for each span of heads; the blocks of each Call)."""
     # A block has at most `limit` bytes of scores, but at least one row of the query heads of one key head.
-    whole, (batch, heads, rows, _) = uncut(call), call.query.shape
+    batch, heads, rows, _ = call.query.shape
     if 0 in (batch, heads, rows):
-        return [[whole]]
+        return [[call]], [whole_block(call)]
     keys, cut = call.key.shape[2], (call.left, call.right) != (None, None) and known_diagonal(call) is not None
     height = min(rows, CUT_ROWS if cut else ROWS)
     if cut and call.left is not None and call.right is not None:
@@ -95,12 +82,9 @@ def parts(call: Call, limit: int) -> list[list[Part]]:
     step = min(step, height) if cut else step
     blocks = [block(call, *span) for span in spans(rows, step)]
     if count == batch * heads:
-        return [[Part(_flat(call) if len(blocks) > 1 else call, whole.planes, blocks)]]
+        return [[_flat(call) if len(blocks) > 1 else call]], blocks
     batches, heads = max(1, count // heads), min(heads, count // group * group)
-    return [
-        [Part(_flat(part), planes, blocks) for part, planes in _cut(some, some_planes, 1, heads)]
-        for some, some_planes in _cut(call, whole.planes, 0, batches)
-    ]
+    return [[_flat(part) for part in _cut(some, 1, heads)] for some in _cut(call, 0, batches)], blocks
 
 
 def _flat(call: Call) -> Call:
@@ -119,14 +103,16 @@ def _split(x: Tensor | None, size: int, dim: int, length: int) -> list | tuple:
     return [x] * count if x is None or count == 1 or x.shape[dim] != length else x.split(size, dim)
 
 
-def _cut(call: Call, planes: Tensor | None, axis: int, size: int) -> Iterator[tuple[Call, Tensor | None]]:
-    """Split a call by batches (axis 0) or heads (axis 1), and yield (call, planes) for `size` of them at a time."""
-    whole, kv_heads = call.query.shape[axis], call.key.shape[1]
-    fields = {name: _split(getattr(call, name), size, axis, whole) for name in WITH_DIM["BH"[axis]]}
+def _cut(call: Call, axis: int, size: int) -> Iterator[Call]:
+    """Split a call by batches (axis 0) or heads (axis 1), and yield a call of `size` of them at a time."""
+    whole, kv_heads, origin = call.query.shape[axis], call.key.shape[1], origin_of(call)
+    fields: dict[str, Any] = {name: _split(getattr(call, name), size, axis, whole) for name in WITH_DIM["BH"[axis]]}
     if axis == 1:
         fields |= {name: _split(getattr(call, name), size * kv_heads // whole, 1, kv_heads) for name in WITH_DIM["G"]}
     elif call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         for name, x in dict(cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k).items():
             fields[name] = [x[first : first + size + 1] for first in range(0, whole, size)]
-    for some_planes, *values in zip(_split(planes, size, axis, whole), *fields.values(), strict=True):
-        yield call._replace(**dict(zip(fields, values, strict=True))), some_planes
+    step = 1 if axis == 1 else origin.heads
+    fields["origin"] = [origin._replace(plane=origin.plane + first * step) for first in range(0, whole, size)]
+    for values in zip(*fields.values(), strict=True):
+        yield call._replace(**dict(zip(fields, values, strict=True)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.checks import fail, plain
-from ..call.decode import Decode, capacity_of
+from ..call.decode import Decode, apart, capacity_of
 from ..call.layout import arrange
 from ..call.options import Call, is_known
 from ..call.private import holds, unmapped
@@ -88,12 +88,20 @@ def append(decode: Decode) -> None:
     """Write the new keys and values into the caches, without a host sync."""
     if decode.new_key is None or decode.new_value is None:
         return
+    caches = decode.key_cache, decode.value_cache
+    if decode.table is None and decode.cos is None and is_known(decode.lengths) and plain(decode):
+        lengths = decode.lengths.tolist()
+        if lengths and min(lengths) >= 0 and max(lengths) + decode.added <= capacity_of(decode):
+            for cache, new in zip(caches, apart(decode), strict=True):
+                for first, last, length in alike(lengths):
+                    cache[first:last, :, length : length + decode.added] = new[first:last]
+            return
     _check_mapped(decode)
     before, _ = _lengths(decode)
     position, new_key = before[:, None] + torch.arange(decode.added, device=before.device), decode.new_key
     if decode.cos is not None and decode.sin is not None:
         new_key = rotated(new_key, position, decode.cos, decode.sin, decode.interleaved)
-    caches, rows = (decode.key_cache, decode.value_cache), (new_key, decode.new_value)
+    rows = new_key, decode.new_value
     # Read both before writing either: the new rows may be views of a cache.
     writes = [_to_write(*each, position, decode.table, capacity_of(decode)) for each in zip(caches, rows, strict=True)]
     for cache, write in zip(caches, writes, strict=True):

@@ -13,7 +13,7 @@ from ..call.options import Call, wide_dtype
 from ..call.private import OLD_COMPILER, dispatch_modes, holds, transforms_active
 from ..call.rules import autocasting
 from . import pairs
-from .blocks import CACHE, CUT_ROWS, Block, Part, block, parts, readable, sized, uncut
+from .blocks import CACHE, CUT_ROWS, Block, block, parts, readable, sized, whole_block
 from .decode import append, by_length, dense
 from .pairs import prepared
 from .varlen import joined, packed, padded, sequences
@@ -119,8 +119,8 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
     """Return arguments of `softmax` that hide pairs of a block: `empty`, and `limits` if `in_place`, else `visible`."""
     if holds(block.begin == block.end, False):
         return dict(empty=call.query.new_ones(1, 1, 1, 1, dtype=torch.bool))
-    if in_place and pairs.only_edges(call, block):
-        return dict(limits=pairs.edges(call, block))
+    if in_place and (edges := pairs.edges(call, block)) is not None:
+        return dict(limits=edges)
     if (seen := pairs.visible(call, block)) is None:
         return {}
     empty = ~seen.any(-1, keepdim=True)
@@ -129,9 +129,9 @@ def hiding(call: Call, block: Block, in_place: bool) -> dict:
     return dict(limits=[(slice(None), ~seen)], empty=empty if empty.any() else None)
 
 
-def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
+def of_block(call: Call, block: Block, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
     """Return (output, lse or None, weights or None) of a block. products: functions for q @ k.T and weights @ v."""
-    call, (first, last, begin, end) = part.call, block
+    first, last, begin, end = block
     all_rows, all_keys = last - first == call.query.shape[2], end - begin == call.key.shape[2]
     query = call.query if all_rows else call.query[:, :, first:last]
     key, value = (x if all_keys else x[:, :, begin:end] for x in (call.key, call.value))
@@ -139,7 +139,7 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
     scores = scored(products_of(query, key, call.scale), call.softcap, pairs.added(call, block, query.dtype))
     in_place = readable(call)
     weights, lse = softmax(scores, need_lse, sinks=call.sinks, in_place=in_place, **hiding(call, block, in_place))
-    if (factor := pairs.factor(call, part.planes, block)) is not None:
+    if (factor := pairs.factor(call, block)) is not None:
         weights = weights.mul_(factor) if in_place and not weights.requires_grad else weights * factor
     out = output_of(weights, value)
     # These weights are 0 already. Masking them again also zeroes their incoming gradients, which may be NaN.
@@ -155,17 +155,16 @@ def of_block(part: Part, block: Block, need_lse: bool, need_weights: bool, produ
 
 
 def of_all(call: Call, need_lse: bool, need_weights: bool, products: tuple = FEWEST_COPIES) -> tuple:
-    part = uncut(call)
-    return of_block(part, part.blocks[0], need_lse, need_weights, products)
+    return of_block(call, whole_block(call), need_lse, need_weights, products)
 
 
-def _recomputed(part: Part, block: Block, need_lse: bool) -> tuple:
+def _recomputed(call: Call, block: Block, need_lse: bool) -> tuple:
     """Return `of_block` without weights. Autograd saves no scores, because the backward computes the block again."""
 
     def run(*fields):  # torch's checkpoint takes tensors as separate arguments
-        return of_block(part._replace(call=Call(*fields)), block, need_lse, False)
+        return of_block(Call(*fields), block, need_lse, False)
 
-    return checkpoint(run, *part.call, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, *call, use_reentrant=False, preserve_rng_state=False)
 
 
 def most(call: Call) -> int:
@@ -192,15 +191,14 @@ def _saved_bytes(call: Call, blocks: list[Block], need_lse: bool) -> int:
 
 def _in_blocks(call: Call, need_lse: bool) -> tuple:
     """Return (output, lse or None, None) of a call, computed a block at a time."""
-    all_parts = parts(call, most(call))
+    cut = calls, blocks = parts(call, most(call))
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call)
-    blocks = all_parts[0][0].blocks  # the same for every part
-    several = len(all_parts) > 1 or len(all_parts[0]) > 1 or len(blocks) > 1
+    several = len(calls) > 1 or len(calls[0]) > 1 or len(blocks) > 1
     # torch.func forbids the hooks of a checkpoint.
     if several and needs_grad and not transforms_active() and _saved_bytes(call, blocks, need_lse) > BUDGET:
-        all_parts = parts(call, max(most(call), RECOMPUTED))
-        return by_part(lambda part, block: _recomputed(part, block, need_lse), all_parts)
-    return by_part(lambda part, block: of_block(part, block, need_lse, False), all_parts)
+        cut = parts(call, max(most(call), RECOMPUTED))
+        return by_part(lambda part, block: _recomputed(part, block, need_lse), cut)
+    return by_part(lambda part, block: of_block(part, block, need_lse, False), cut)
 
 
 def without_autocast(function):
@@ -221,11 +219,11 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     return by_sequence(lambda padded: run_padded(padded, need_lse, need_weights), call)
 
 
-def by_part(run: Callable[..., tuple], *cuts: list[list[Part]]) -> tuple:
-    """Call run(one Part per call, block) for each block, and join the results. cuts: `parts` of calls of one shape."""
-    rows = []
-    for some in zip(*cuts, strict=True):
-        columns = [joined([run(*each, block) for block in each[0].blocks], 2) for each in zip(*some, strict=True)]
+def by_part(run: Callable[..., tuple], *cuts: tuple[list[list[Call]], list[Block]]) -> tuple:
+    """Join the results of run(a part of each call, block) for each block. cuts: `parts` of calls of one shape."""
+    blocks, rows = cuts[0][1], []
+    for some in zip(*[calls for calls, _ in cuts], strict=True):
+        columns = [joined([run(*each, block) for block in blocks], 2) for each in zip(*some, strict=True)]
         rows.append(joined(columns, 1))
     return joined(rows, 0)
 
@@ -246,7 +244,7 @@ def by_sequence(run: Callable[..., tuple], *calls: Call) -> tuple:
 @without_autocast
 def run_padded(call: Call, need_lse: bool, need_weights: bool) -> tuple:
     """Return `run_naive` of a call that is not packed, or of a batch that `padded` made (it has offsets)."""
-    wide = prepared(call, wide_dtype(call.query.dtype))
+    wide = prepared(call)
     if not sized(wide):  # with symbolic sizes torch 2.10 cannot export merged dimensions
         out, lse, weights = of_all(wide, need_lse, need_weights, AS_WRITTEN)
     elif _is_one(wide):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.bits import unpack
-from ..call.options import INPUTS, Call, Origin, diagonal, inputs, shift
+from ..call.options import INPUTS, Call, diagonal, inputs, origin_of, shift, wide_dtype
 from ..call.private import holds
 from . import dropout
 from .blocks import Block, known_diagonal
@@ -59,15 +59,22 @@ def visible(call: Call, block: Block) -> Tensor | None:
     return functools.reduce(Tensor.logical_and, conditions) if conditions else None
 
 
-def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]]:
-    """Return [(slice of columns, bool: pairs that causal or window hides there)]. The block must be `only_edges`."""
+def edges(call: Call, block: Block) -> list[tuple[slice, Tensor]] | None:
+    """Return [(slice of columns, bool: pairs that the band hides)]; None if more is hidden, or a row sees no key."""
     offset, sides, hidden = known_diagonal(call), [], []
     first, last, begin, end = block
-    assert offset is not None
+    others = call.mask, call.mask_bits, call.bias, call.key_mask, call.query_mask
+    if offset is None or end == begin or any(x is not None for x in others):
+        return None
+    # If `right` hides all keys of any row, it does so for the first row; `left`, for the last.
     if call.left is not None:  # columns that the first row may see and the last row does not
-        sides.append((begin, min(end, last - 1 + offset - call.left), first + offset - call.left, False))
+        if (stop := last - 1 + offset - call.left) >= call.key.shape[2]:
+            return None
+        sides.append((begin, min(end, stop), first + offset - call.left, False))
     if call.right is not None:
-        sides.append((max(begin, first + offset + call.right + 1), end, first + offset + call.right, True))
+        if (limit := first + offset + call.right) < 0:
+            return None
+        sides.append((max(begin, limit + 1), end, limit, True))
     for start, stop, limit, right in sides:
         if start < stop:
             rows, columns = last - first, stop - start
@@ -87,19 +94,6 @@ LARGEST_KEPT = 2**16  # elements of the largest edge to cache
 _kept_edge = functools.lru_cache(maxsize=16)(_edge)
 
 
-def only_edges(call: Call, block: Block) -> bool:
-    """Return whether only causal or window hides pairs of a block, and each of the block's rows sees a key."""
-    offset = known_diagonal(call)
-    if offset is None or block.end == block.begin:
-        return False
-    if not (call.mask is call.mask_bits is call.bias is call.key_mask is call.query_mask is None):
-        return False
-    # If `right` hides all keys of any row, it does so for the first row; `left`, for the last.
-    return (call.right is None or block.first + offset + call.right >= 0) and (
-        call.left is None or block.last - 1 + offset - call.left < call.key.shape[2]
-    )
-
-
 def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
     """Return the terms to add to the scores of a block: ALiBi and bias."""
     terms = []
@@ -110,20 +104,22 @@ def added(call: Call, block: Block, dtype: torch.dtype) -> list[Tensor]:
     return terms
 
 
-def factor(call: Call, planes: Tensor | None, block: Block) -> Tensor | None:
+def factor(call: Call, block: Block) -> Tensor | None:
     """Return the dropout factors for the weights of a block: 0 or 1 / (1 - dropout_p)."""
-    if call.seed is None or planes is None:
+    if call.seed is None:
         return None
-    first, last, begin, end = block
-    origin = Origin() if call.origin is None else Origin(*call.origin)
+    (first, last, begin, end), origin = block, origin_of(call)
+    batch, head = (torch.arange(n, device=call.query.device) for n in call.query.shape[:2])
+    planes = origin.plane + batch[:, None] * origin.heads + head
     rows, keys = (first + origin.row, last + origin.row), (begin + origin.key, end + origin.key)
     kept = dropout.keep(call.seed, planes.flatten(), rows, keys, call.dropout_p).to(call.query.dtype)
     scale = 1 / (1 - call.dropout_p) if call.dropout_p < 1 else 0.0
     return kept.mul_(scale).view(*planes.shape, last - first, end - begin)
 
 
-def prepared(call: Call, dtype: torch.dtype) -> Call:
-    """Return the call in `dtype`, with zeros for rows and keys that query_mask and key_mask hide."""
+def prepared(call: Call, dtype: torch.dtype | None = None) -> Call:
+    """Return the call in `dtype` (None: `wide_dtype`), with zeros for rows and keys that its token masks hide."""
+    dtype = wide_dtype(call.query.dtype) if dtype is None else dtype
     if call.key_mask is call.query_mask is None and all(x is None or x.dtype == dtype for x in inputs(call)):
         return call
     present = [name for name in INPUTS if getattr(call, name) is not None]

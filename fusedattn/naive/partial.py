@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, inputs
 from . import pairs
-from .blocks import Block, Part, block, parts, spans, uncut
+from .blocks import Block, block, parts, spans
 from .formula import BUDGET, by_part, by_sequence, most, scored, scores_of, sums_of
 from .pairs import prepared
 from .varlen import parts_of
@@ -26,7 +26,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return (output, stats) of a float32 or float64 call without sinks."""
     # stats (B, Hq, Sq, 2): the largest score, and log2(sum of exp(score - largest)). An empty row has -inf and inf.
 
-    def of_block(part: Part, where: Block) -> tuple[Tensor, Tensor, None]:
+    def of_block(part: Call, where: Block) -> tuple[Tensor, Tensor, None]:
         scores = _scores(part, where)
         row_max = scores.amax(-1) if where.end > where.begin else scores.new_full(scores.shape[:3], -INFINITE)
         largest, empty = row_max.to(call.query.dtype), row_max == -INFINITE
@@ -75,31 +75,30 @@ def backward(
         row_bytes = 32 * batch * heads * max(1, one.key.shape[2])
         for first, last in spans(length, BUDGET // max(1, row_bytes)):
             of_rows = [x[:, :, rows][:, :, first:last] for x in (row_max, log2_sum, grad_out, delta)]
-            total = _weighed(uncut(one._replace(**leaves)), block(one, first, last), *of_rows)
+            total = _weighed(one._replace(**leaves), block(one, first, last), *of_rows)
             for name, grad in zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True):
                 getattr(place, name).add_(grad)
     return [grads[name].to(call.query.dtype) if name in grads else None for name in INPUTS]
 
 
 @torch.enable_grad()
-def _weighed(part: Part, where: Block, row_max: Tensor, log2_sum: Tensor, grad_out: Tensor, delta: Tensor) -> Tensor:
+def _weighed(call: Call, where: Block, row_max: Tensor, log2_sum: Tensor, grad_out: Tensor, delta: Tensor) -> Tensor:
     """Return a scalar whose gradients are the contributions of a block of rows to the gradients of a call."""
     # Subtract the max first: 1e38 would absorb the log. From 1e14 on, float32 rounds the max too much, hence the clamp.
-    exponent = (_scores(part, where) - row_max[..., None]).sub_((log2_sum * LN2)[..., None])
+    exponent = (_scores(call, where) - row_max[..., None]).sub_((log2_sum * LN2)[..., None])
     exponent.detach().clamp_(max=1.0)
     weights = exponent.exp_()
-    return (_sums(part, where, weights) * grad_out).sum() - (weights.sum(-1) * delta).sum()
+    return (_sums(call, where, weights) * grad_out).sum() - (weights.sum(-1) * delta).sum()
 
 
-def _scores(part: Part, where: Block) -> Tensor:
+def _scores(call: Call, where: Block) -> Tensor:
     """Return the scores of a block, with -inf for hidden pairs."""
-    call = part.call
     query, key = call.query[:, :, where.first : where.last], call.key[:, :, where.begin : where.end]
     scores = scored(scores_of(query, key, call.scale), call.softcap, pairs.added(call, where, query.dtype))
     seen = pairs.visible(call, where)
     return scores if seen is None else scores.masked_fill(~seen, -INFINITE)
 
 
-def _sums(part: Part, where: Block, weights: Tensor) -> Tensor:
-    factor = pairs.factor(part.call, part.planes, where)
-    return sums_of(weights if factor is None else weights * factor, part.call.value[:, :, where.begin : where.end])
+def _sums(call: Call, where: Block, weights: Tensor) -> Tensor:
+    factor = pairs.factor(call, where)
+    return sums_of(weights if factor is None else weights * factor, call.value[:, :, where.begin : where.end])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.options import INPUTS, Call, sizes, wide_dtype
 from . import formula
-from .blocks import sized, spans, uncut
+from .blocks import Block, sized, spans
 from .formula import of_all, of_block, without_autocast
 from .pairs import prepared
 from .varlen import join, packed, padded
@@ -17,10 +17,9 @@ from .varlen import join, packed, padded
 def _whole(call: Call, first: int, last: int) -> tuple:
     """Return (output, lse, weights) of rows first .. last - 1, which must be all rows of a packed call."""
     if call.cu_seqlens_q is None:
-        part = uncut(prepared(call, wide_dtype(call.query.dtype)))
-        return of_block(part, part.blocks[0]._replace(first=first, last=last), True, True)
+        return of_block(prepared(call), Block(first, last, 0, call.key.shape[2]), True, True)
     batch, rows = padded(call)
-    return packed(rows, *of_all(prepared(batch, wide_dtype(call.query.dtype)), True, True))
+    return packed(rows, *of_all(prepared(batch), True, True))
 
 
 def _row_spans(call: Call) -> Iterator[tuple[int, int]]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call.layout import arrange
-from ..call.options import INPUTS, Call, wide_dtype
+from ..call.options import INPUTS, Call
 from . import formula, pairs
-from .blocks import ROWS, Block, Part, parts, uncut
+from .blocks import ROWS, Block, parts, whole_block
 from .formula import LARGEST_CAP, SMALLEST_CAP, by_part, by_sequence, grouped, without_autocast
 from .pairs import prepared
 
@@ -30,11 +30,11 @@ def _products(out: Tensor, scale: float, factors: Sequence[tuple[Tensor, Tensor]
 
 
 def _of_block(
-    part: Part, moved: Call, has: Sequence[bool], block: Block, memory: Tensor, need_weights: bool
+    call: Call, moved: Call, has: Sequence[bool], block: Block, memory: Tensor, need_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the tangents of (output, lse, weights or None) of a block."""
     # moved: the Call with tangents as INPUTS. has: whether query, key and value have one. memory: (2, n), for scores.
-    call, (first, last, begin, end) = part.call, block
+    first, last, begin, end = block
     query, t_query = (x.query[:, :, first:last] for x in (call, moved))
     key, value, t_key, t_value = (x[:, :, begin:end] for x in (call.key, call.value, moved.key, moved.value))
     shape = *query.shape[:3], end - begin
@@ -60,7 +60,7 @@ def _of_block(
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         t_lse += (call.sinks[:, :, None] - lse).exp_() * moved.sinks[:, :, None]
     t_weights.addcmul_(weights, t_lse[..., None], value=-1)
-    if (factor := pairs.factor(call, part.planes, block)) is not None:
+    if (factor := pairs.factor(call, block)) is not None:
         t_weights *= factor
         weights = weights * factor
     t_out = formula.sums_of(t_weights, value)
@@ -71,18 +71,18 @@ def _of_block(
 
 def _tangent(call: Call, moved: Call, has: Sequence[bool], need_weights: bool) -> tuple:
     """Return `tangent` of a call that is not packed, or of a padded one. moved: the Call with tangents as INPUTS."""
-    wide, moved = (prepared(x, wide_dtype(call.query.dtype)) for x in (call, moved))
+    wide, moved = (prepared(x) for x in (call, moved))
     # Give each thread at least ROWS rows: products of fewer rows took a quarter longer with 12288 keys.
     row_bytes = wide.key.shape[2] * wide.query.element_size()
     limit = max(formula.most(wide), min(formula.BUDGET, ROWS * row_bytes * torch.get_num_threads()))
     # Both calls are cut alike, since cuts depend on sizes only.
-    cut = [[[uncut(x)]] if need_weights else parts(x, limit) for x in (wide, moved)]
-    first = cut[0][0][0]
-    largest = max((last - start) * (end - begin) for start, last, begin, end in first.blocks)
+    cut = [([[x]], [whole_block(x)]) if need_weights else parts(x, limit) for x in (wide, moved)]
+    calls, blocks = cut[0]
+    largest = max((last - first) * (end - begin) for first, last, begin, end in blocks)
     # Allocate once for all blocks: new memory pages took a quarter of the time.
-    memory = wide.query.new_empty(2, largest * math.prod(first.call.query.shape[:2]))
+    memory = wide.query.new_empty(2, largest * math.prod(calls[0][0].query.shape[:2]))
     t_out, t_lse, weights = by_part(
-        lambda part, other, block: _of_block(part, other.call, has, block, memory, need_weights), *cut
+        lambda part, other, block: _of_block(part, other, has, block, memory, need_weights), *cut
     )
     if wide.query_mask is not None:  # the lse of a hidden row is its sink, but has no tangent
         t_lse.masked_fill_(~wide.query_mask[:, None], 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import DIMS, WITH_DIM, Call, Origin, is_known, sliced
+from ..call.options import DIMS, WITH_DIM, Call, is_known, origin_of, sliced
 from ..call.padding import Padding, padding
 
 WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
@@ -94,7 +94,7 @@ def parts_of(call: Call, rows: list[int], keys: list[int], starts: list[int]) ->
         return x.split(sizes["B"]) if x.shape[0] > 1 else [x] * len(sizes["B"])
 
     fields = {name: cut(name, x) for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}
-    origin, parts = Origin(heads=call.query.shape[1]) if call.origin is None else Origin(*call.origin), []
+    origin, parts = origin_of(call), []
     for (first, last), *values in zip(itertools.pairwise(starts), *fields.values(), strict=True):
         max_seqlen_q, max_seqlen_k = (max(differences(x[first : last + 1])) for x in (rows, keys))
         own: dict[str, Any] = dict(zip(fields, values, strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import options as of_calls
 from ..call.checks import fail, plain
 from ..call.layout import own_storage, row_major
-from ..call.options import INPUTS, WHOLE, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
+from ..call.options import INPUTS, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
@@ -121,8 +121,7 @@ def _decompose(*arguments):
 def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
     from ..launch import blocks
 
-    packed = None if lengths[0] is None else Lengths(*lengths)
-    return getattr(blocks, function)(mask, key_mask, query_mask, bias, packed)
+    return getattr(blocks, function)(mask, key_mask, query_mask, bias, Lengths(*lengths))
 
 
 _MASKS = "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -254,6 +253,6 @@ def _marked(call: Call) -> Call:
     if call.block_mask is not None or all(x is None for x in masks):
         return call
     try:
-        return blocks.with_blocks(call, *OPERATORS.block_mask(*masks, *(lengths_of(call) or WHOLE)))
+        return blocks.with_blocks(call, *OPERATORS.block_mask(*masks, *lengths_of(call)))
     except KernelUnavailable:
         return call

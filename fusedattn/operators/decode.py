@@ -40,7 +40,7 @@ def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[T
 
 def _append(decode: Decode, backend: str) -> None:
     if backend == "cpu":
-        cpu_decode.append(decode)
+        naive_decode.append(decode)
         return
     from ..launch.decode import launch_append
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..call.checks import in_memory
-from ..call.decode import CacheArguments, capacity
+from ..call.decode import stand_in
 from ..call.private import argument_names, flop_formulas
 
 # {operator: (number of matrix products over the query's head_dim, number over the value's head_dim)}
@@ -22,12 +22,10 @@ def _pairs(values: dict[str, Any]) -> Any:
     query = values["query"]
     batch, _, rows, _ = query.shape
     if "key_cache" in values:
-        names = "key_cache", "value_cache", "cache_seqlens", "block_table"
-        caches = CacheArguments(query, *(values[name] for name in names))
-        most = capacity(caches)
-        if not in_memory([caches.cache_seqlens]):
+        most, lengths = stand_in(values["key_cache"], values["block_table"]).shape[2], values["cache_seqlens"]
+        if not in_memory([lengths]):
             return batch * rows * most
-        return rows * sum(min(length + values["added"], most) for length in caches.cache_seqlens.tolist())
+        return rows * sum(min(length + values["added"], most) for length in lengths.tolist())
     keys = values["key"].shape[2]
     cu_seqlens, longest = ((values[f"{name}_q"], values[f"{name}_k"]) for name in ("cu_seqlens", "max_seqlen"))
     if cu_seqlens[0] is None:

@@ -5,27 +5,21 @@ kernels: its largest score and log2(sum of exp(score - largest)). The log-sum-ex
 Source: Online normalizer calculation for softmax, arXiv:1805.02867, section 3.1.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.options import INPUTS, Call, inputs, wide_dtype
+from ..call.options import Call, wide_dtype
 from ..call.private import autograd_inside
 from ..cpu import flash, small_k
 from ..cpu.run import is_narrow, lacks_gradients, too_large
 from ..naive import partial
-from ..naive.pairs import cast
+from ..naive.pairs import prepared
 from ..naive.partial import INFINITE, LN2
 from . import flops
 from .namespace import OPERATORS
 from .schema import KERNELS
-
-
-def widened(call: Call) -> Call:
-    pairs = zip(INPUTS, inputs(call), strict=True)
-    fields: dict[str, Any] = {name: cast(x, wide_dtype(call.query.dtype)) for name, x in pairs if x is not None}
-    return call._replace(**fields)
 
 
 def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -35,7 +29,7 @@ def forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     if backend in KERNELS:
         out, _, _, stats = OPERATORS.forward(*call, False, False, True, backend)
         return out, stats
-    call = widened(call)
+    call = prepared(call)
     if backend == "naive" or small_k.is_few(call) or is_narrow(call):
         return partial.forward(call)
     out, _, _, kept = OPERATORS.forward(*call, False, False, True, backend)
@@ -53,7 +47,7 @@ def is_part(call: Call, has_weights: bool) -> bool:
 
 def naive_forward(call: Call, backend: str) -> tuple[Tensor, Tensor, None, Tensor]:
     """Return (output, lse, None, stats) by the naive path, with stats as kernels of `backend` return them."""
-    rows = RowStats(*partial.forward(widened(call)), 1.0)
+    rows = RowStats(*partial.forward(prepared(call)), 1.0)
     largest, log2_sum = rows.stats.unbind(-1)
     return rows.out, rows.lse, None, torch.stack([largest / unit(call, backend), log2_sum], -1)
 
@@ -65,7 +59,7 @@ def naive_backward(
     largest, log2_sum = stats.unbind(-1)
     stats = torch.stack([largest * unit(call, backend), log2_sum], -1)
     with autograd_inside(call.query.device):
-        return partial.backward(widened(call), grad_out, grad_lse, out, stats, need)
+        return partial.backward(prepared(call), grad_out, grad_lse, out, stats, need)
 
 
 def backward(
@@ -75,7 +69,7 @@ def backward(
     # grad_out has the dtype of query. out and stats cover all keys that the rows see, not only this part.
     stats, grad_lse = stats.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if backend not in KERNELS:
-        call = widened(call)
+        call = prepared(call)
         largest, log2_sum = stats.unbind(-1)
         lse = torch.where(log2_sum == INFINITE, -INFINITE, (largest - flash.offset(call)) + log2_sum * LN2)
         by_kernel = backend != "naive" and not small_k.is_few(call) and not lacks_gradients(call, None, need)

@@ -144,7 +144,7 @@ def _hopper_table():
             narrow = width > 128 and heavy and variant != "masked" and (width, variant) != (256, "biased")
             index = len(forms) - 1 if narrow else 0  # what fits, and spills nothing
             yield Row("hopper", 90, "bf16", width, variant, forms[index], (index, len(forms)))
-            if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy:
+            if forms[-1].warpgroups > 2 and variant in BY_HOPPER and not heavy and variant != "softcap":
                 yield Row("hopper", 90, "bf16", width, variant, forms[-1], (len(forms) - 1, len(forms)))
     of_stored = zip(tile_table.STORED, (256, 512), strict=True)
     stored = {width: tile_table.BACKWARDS[name][width] for name, width in of_stored}

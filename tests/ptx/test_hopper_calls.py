@@ -391,10 +391,10 @@ def test_a_part_of_a_plan_shares_its_words():
 
 
 @pytest.mark.parametrize("row", [0, 1, 64])
-def test_caches_of_one_key_have_any_stride_of_rows(row):
+def test_caches_of_one_key_have_any_stride_of_rows_and_lengths_are_clamped(row, unchecked):
     query, cache = torch.randn(2, 1, 128, 64, **BF16), torch.randn(2, 1, 1, 64, **BF16)
     cache = cache.as_strided(cache.shape, (64, 64, row, 1))
     with gpu(90):
-        ends = torch.ones(2, dtype=torch.int32)
-        out = fa.attention_decode(query, cache, cache, cache_seqlens=ends, backend="hopper")
+        ends, new = torch.tensor([2**31 - 1, -5], dtype=torch.int32), dict.fromkeys(("new_key", "new_value"), cache + 0)
+        out = fa.attention_decode(query, cache, cache, cache_seqlens=ends, **new, backend="hopper")
     assert torch.equal(out, cache.expand_as(out))
