@@ -1,7 +1,7 @@
 """Mask functions for `fusedattn.plan`. They take (batch, head, query, key) index tensors; True = may attend.
 
-Positions count from the first query and the first key. A tensor with a dimension B (or H) needs a plan with batch=B (or
-heads=H): with 1, all use its first entry. Your own functions work as well.
+Positions count from the first query and the first key. A tensor with an entry for each batch needs a plan with batch=B,
+one with an entry for each head a plan with heads=H. Otherwise all use the first entry. Your own functions work, too.
 """
 
 import functools

@@ -150,10 +150,10 @@ def density(
     # Count each distinct triple (entry of the block mask, its visible rows, its visible keys) once.
     triples = (block_mask.long() * len(rows) + row_at[:, None, :, None]) * len(keys) + key_at[:, None, None]
     seen, lanes = 0, torch.arange(size, device=device)
-    for part, counts in zip(*(x.split(CHUNK // size) for x in triples.unique(return_counts=True)), strict=True):
+    for part, times in zip(*(x.split(CHUNK // size) for x in triples.unique(return_counts=True)), strict=True):
         x = (mask_bits[part // len(keys) // len(rows)] & keys[part % len(keys), None]).view(torch.uint8)
         x = x - (x >> 1 & 0x55)
         x = (x & 0x33) + (x >> 2 & 0x33)
         of_rows = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2)
-        seen += int((of_rows * (rows[part // len(keys) % len(rows), None] >> lanes & 1) * counts[:, None]).sum())
+        seen += int((of_rows * (rows[part // len(keys) % len(rows), None] >> lanes & 1) * times[:, None]).sum())
     return seen / max(1, total)

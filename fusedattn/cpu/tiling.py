@@ -24,7 +24,7 @@ WASTE = 1  # maximum ratio of the scores that a part computes to its visible one
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
-COPY = 1 / 4  # scores that take as long to compute as an element takes to copy
+COPY = 1 / 4  # scores computed in the time of copying one element
 
 
 def is_widened(dtype: torch.dtype) -> bool:

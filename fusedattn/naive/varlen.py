@@ -83,7 +83,7 @@ def parts_of(call: Call, rows: list[int], keys: list[int], starts: list[int]) ->
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     sizes = {"B": differences(starts)}
     for letter, offsets, x in (("Q", rows, call.query), ("K", keys, call.key)):
-        sizes[letter] = differences([0, *(offsets[b] for b in starts), x.shape[2]])  # with tokens before and after
+        sizes[letter] = differences([0, *(offsets[b] for b in starts), x.shape[2]])  # first and last: tokens of no part
 
     def cut(name: str, x: Tensor) -> Sequence[Tensor]:
         letters = DIMS[name]
