@@ -43,8 +43,7 @@ def weights(*shape):
 def test_a_panel_a_head_in_one_scale(shape):
     dtype = (torch.float32, torch.bfloat16, torch.float64)[len(shape) - 2]
     given = weights(*shape).to(dtype).requires_grad_()
-    figure = plot.attention_map(given)
-    heads = given.detach().double().reshape(-1, 5, 5)
+    figure, heads = plot.attention_map(given), given.detach().double().reshape(-1, 5, 5)
     shown = panels(figure)
     assert len(shown) == len(heads)
     for axes, want in zip(shown, heads, strict=True):

@@ -44,7 +44,7 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
             fail(
                 TypeError,
                 name,
-                "a dense tensor; a strided nested one must be all three, with batch_first and no mask",
+                "a dense tensor, or a strided nested tensor as all three, batch_first and unmasked",
                 got,
             )
     check_place("query", query)

@@ -115,7 +115,6 @@ def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
-    """Rows that query_mask hides have no weights and no NaN gradients, although the lse of such a row is the sink."""
     real = torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
     assert_computes(fa.attention, named(*torch.randn(4, 1, 2, keys, 16)), options, "out", (), backend="cpu")
@@ -150,9 +149,8 @@ def test_gradients_that_are_summed_over_keys(options):
 
     got = summed(fa.attention, torch.float32, backend="cpu")
     eager, oracle = (summed(fa.reference.eager, dtype) for dtype in (torch.float32, torch.float64))
-    rows = torch.zeros(4, dtype=torch.bool)
     for name, *results in zip("qkv", got, eager, oracle, strict=True):
-        found = verdict(*results, rows)
+        found = verdict(*results, torch.zeros(4, dtype=torch.bool))
         assert found.ok, (name, found)
 
 
@@ -188,8 +186,7 @@ def test_large_scores_that_are_exact(saves, dtype, options, size):
     """Weights of large exact scores are right: merged rectangles and sinks do not compute them from a rounded lse."""
     query, key = (torch.randint(-4, 5, (1, 2, n, 16)) / 4.0 for n in (100, 200))
     query[..., 0], key[..., 0] = 1.0, size
-    value = torch.randn(1, 2, 200, 16)
-    options = dict(options, scale=1.0)
+    value, options = torch.randn(1, 2, 200, 16), dict(options, scale=1.0)
     if "sinks" in options:
         options["sinks"] = torch.full((2,), size + options["sinks"])
 
@@ -228,8 +225,7 @@ def test_channels_last_of_other_widths(widths, dtype):
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)
 def test_rows_that_see_nothing_at_first_or_at_all(hidden):
     """Rows that see none of the first 512 keys, or no key, are right; PyTorch's kernel gives them an lse of 0."""
-    inputs = draw(1, 2, 20, 16)
-    inputs[1:] = draw(1, 2, 640, 16)[:2]
+    inputs = [*draw(1, 2, 20, 16)[:1], *draw(1, 2, 640, 16)[:2]]
     mask = torch.ones(20, 640, dtype=torch.bool)
     mask[:, hidden] = False
     mask[5] = False
@@ -346,8 +342,7 @@ def test_what_is_hidden_is_not_computed(options, share):
 
 def test_packed_sequences_are_computed_alone():
     lengths = [512, 100, 100, 100, 0, 300]
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    inputs = draw(sum(lengths), 1, 16)
+    cu, inputs = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32), draw(sum(lengths), 1, 16)
     call = checked_varlen(Arguments(*inputs), cu, cu, None, None, False)
     assert scores_of(call) == sum(n * n for n in lengths)
     assert len(tiling.parts(call)) == 3  # the three of length 100 are a batch, without a copy
