@@ -52,9 +52,8 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
     """Gradients of large scores are finite and right; PyTorch's backward may compute infinite weights for them."""
     inputs = draw(1, 2, 100, 16, dtype=dtype, requires_grad=True)
     grads = lambda name: torch.autograd.grad(by(name)(*inputs, scale=scale, causal=True).sum(), inputs)  # noqa: E731
-    got = grads("cpu")
-    assert all(x.isfinite().all() for x in got)
-    assert_like(got, grads, "eager")
+    assert all(x.isfinite().all() for x in grads("cpu"))
+    assert_like(grads("cpu"), grads, "eager")
 
 
 @pytest.mark.parametrize("scale", [1.7e38, -3.4e38])
@@ -225,10 +224,8 @@ def test_channels_last_of_other_widths(widths, dtype):
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)
 def test_rows_that_see_nothing_at_first_or_at_all(hidden):
     """Rows that see none of the first 512 keys, or no key, are right; PyTorch's kernel gives them an lse of 0."""
-    inputs = [*draw(1, 2, 20, 16)[:1], *draw(1, 2, 640, 16)[:2]]
-    mask = torch.ones(20, 640, dtype=torch.bool)
-    mask[:, hidden] = False
-    mask[5] = False
+    inputs, mask = [*draw(1, 2, 20, 16)[:1], *draw(1, 2, 640, 16)[:2]], torch.ones(20, 640, dtype=torch.bool)
+    mask[:, hidden] = mask[5] = False
     out, lse = fa.attention(*inputs, mask=mask, return_lse=True, backend="cpu")
     assert (out[:, :, 5] == 0).all() and (lse[:, :, 5] == -INFINITE).all()
     assert_like((out, lse), lambda: fa.reference.eager(*inputs, mask=mask, return_lse=True))
@@ -293,8 +290,7 @@ def scores_of(call):
 def test_a_true_byte_of_a_mask_may_be_larger_than_one():
     query, key, value = draw(1, 2, 80, 16)
     mask = torch.arange(80 * 80, dtype=torch.uint8).view(80, 80).view(torch.bool)
-    want = fa.attention(query, key, value, mask=mask.logical_not().logical_not())
-    assert torch.equal(fa.attention(query, key, value, mask=mask), want)
+    assert torch.equal(*(fa.attention(query, key, value, mask=x) for x in (mask, mask.logical_not().logical_not())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -336,8 +332,7 @@ def test_blocks_that_a_mask_hides_change_nothing(mask, dtype):
     ids=str,
 )
 def test_what_is_hidden_is_not_computed(options, share):
-    call = call_of(*draw(2, 8, 512, 16), **options)
-    assert scores_of(call) <= share * 2 * 512 * 512 + 512
+    assert scores_of(call_of(*draw(2, 8, 512, 16), **options)) <= share * 2 * 512 * 512 + 512
 
 
 def test_packed_sequences_are_computed_alone():
@@ -357,8 +352,7 @@ def test_queries_that_see_nothing_may_be_infinite_or_nan(more, dtype, length):
     mask = (torch.arange(length) >= 3)[:, None].expand(length, length).tril()
     query, key, value = torch.randn(3, 1, 2, length, 16).to(dtype).unbind()
     wild, results = query.clone(), []
-    wild[0, :, :3, 0] = torch.tensor([[INFINITE], [float("nan")]])
-    key[:, :, 0, 0] = -1.0  # so the first score is -inf, beside others of +inf
+    wild[0, :, :3, 0], key[:, :, 0, 0] = torch.tensor([[INFINITE], [float("nan")]]), -1.0  # a score of -inf first
     for x in (wild, query):
         inputs = [x.requires_grad_(), key, value.requires_grad_()]
         got = fa.attention(*inputs, mask=mask, return_lse=True, return_weights=True, backend="cpu", **more)
