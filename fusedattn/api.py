@@ -118,9 +118,9 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on query's device, not decreasing, from 0 to Tq and Tk. Sequence b
             has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise; it may be empty. Offsets on a
             GPU are not checked: wrong ones give wrong results, but no access out of bounds.
-        max_seqlen_q, max_seqlen_k: maximum lengths, or more. mask, bias, key_mask, return_weights and the naive path
-            need them. If absent, the host reads the lengths, with a GPU sync. With fullgraph=True, mask, bias, key_mask
-            and return_weights then raise. On a GPU, calls that need them ignore rows past the maximum.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. If absent, the host reads the lengths, with a GPU sync.
+            Under fullgraph=True, calls with mask, bias, key_mask or return_weights raise without them. On a GPU, such
+            calls ignore rows past the bounds, and so does the naive path.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has no token masks.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).
@@ -260,10 +260,9 @@ def plan(
     place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
     if device is not None or place is None:
         try:
-            device = None if device is None else torch.device(device)
-        except (TypeError, RuntimeError):
-            fail(ValueError, "device", "a torch.device or the name of one", value(device))
-        place = torch.empty(0, device=device).device  # with its index
+            place = torch.empty(0, device=device).device  # with its index
+        except (TypeError, RuntimeError, AssertionError):
+            fail(ValueError, "device", "a device that this PyTorch has, or its name", value(device))
     return make_plan(masks, sizes, place, backends.block_size(place))
 
 

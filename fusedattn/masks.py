@@ -1,13 +1,14 @@
 """Mask functions for `fusedattn.plan`. They take (batch, head, query, key) index tensors; True = may attend.
 
-Positions count from the first query and the first key. A tensor with a dimension B (or H) needs a plan with batch=B (or
-heads=H): with 1, all use its first entry. Your own functions work as well.
+Positions count from the first query and the first key. A tensor with an entry for each batch needs a plan with batch=B,
+one with an entry for each head a plan with heads=H. Otherwise all use the first entry. Your own functions work, too.
 """
 
 import functools
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .call.checks import check_bool, check_place, check_sizes, fail
 
@@ -25,14 +26,23 @@ def _check_table(name: str, x: Tensor, rank: int) -> None:
         fail(ValueError, name, f"rank {rank} or {rank + 1}", x.shape)
 
 
+def _check_ints(least: int, **numbers: int) -> None:
+    # A compiler traces a NumPy scalar as an array, whose value it does not know.
+    known = {name: x for name, x in numbers.items() if not (is_compiling() and hasattr(x, "dtype"))}
+    check_sizes(least, **known)
+
+
 def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Hide the keys after a query's own position."""
     return j <= i
 
 
 def sliding_window(left: int, right: int) -> _MaskFunction:
-    """Show `left` keys before a query's own position, its own key, and `right` keys after it."""
-    check_sizes(0, left=left, right=right)
+    """Show `left` keys before a query's own position, its own key, and `right` keys after it.
+
+    With left=-1 only keys after the own position are visible, with right=-1 only keys before it.
+    """
+    _check_ints(-(2**63), left=left, right=right)
     return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
 
 
@@ -44,7 +54,7 @@ def prefix(length: int | Tensor) -> _MaskFunction:
     if isinstance(length, Tensor):
         _check_table("length", length, 0)
     else:
-        check_sizes(0, length=length)
+        _check_ints(0, length=length)
     return lambda b, h, i, j: j < (length[b] if isinstance(length, Tensor) and length.dim() else length)
 
 
@@ -65,7 +75,7 @@ def spans(ids: Tensor) -> _MaskFunction:
 
 def dilated(step: int) -> _MaskFunction:
     """Show every `step`-th key, counted from a query's own position."""
-    check_sizes(step=step)
+    _check_ints(1, step=step)
     return lambda b, h, i, j: (i - j) % step == 0
 
 
@@ -73,7 +83,7 @@ def block_sparse(table: Tensor, size: int) -> _MaskFunction:
     """Show blocks of size x size pairs. table: bool (row blocks, key blocks) or (H, row blocks, key blocks)."""
     check_bool("table", table, None)
     _check_table("table", table, 2)
-    check_sizes(size=size)
+    _check_ints(1, size=size)
     return lambda b, h, i, j: _at(table, h, i // size, j // size)
 
 

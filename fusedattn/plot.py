@@ -135,6 +135,8 @@ def plan(plan: Plan, *, figure: Any = None) -> "Figure":
         fail(TypeError, "plan", "a fusedattn.plan", type(plan).__name__)
     if plan.block_mask is None or plan.mask_bits is None:
         fail(ValueError, "plan", "one with a mask of pairs", "token masks alone")
+    if 0 in plan.block_mask.shape:
+        fail(ValueError, "plan", "a shape without 0", f"shape {tuple(plan.shape)}")
     marks, size = plan.block_mask.flatten(0, 1), plan.mask_bits.shape[1]
     batch, heads = plan.block_mask.shape[:2]
     of_batches = [f"batch {b + 1}" + f", head {h + 1}" * (heads > 1) for b in range(batch) for h in range(heads)]

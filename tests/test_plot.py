@@ -43,8 +43,7 @@ def weights(*shape):
 def test_a_panel_a_head_in_one_scale(shape):
     dtype = (torch.float32, torch.bfloat16, torch.float64)[len(shape) - 2]
     given = weights(*shape).to(dtype).requires_grad_()
-    figure = plot.attention_map(given)
-    heads = given.detach().double().reshape(-1, 5, 5)
+    figure, heads = plot.attention_map(given), given.detach().double().reshape(-1, 5, 5)
     shown = panels(figure)
     assert len(shown) == len(heads)
     for axes, want in zip(shown, heads, strict=True):
@@ -158,6 +157,7 @@ def test_pyplot_is_left_alone_and_matplotlib_is_late():
         ("weights: .*inf", lambda: plot.attention_map(torch.tensor([[0.0, math.inf]]))),
         ("tokens: .*3 names, got 2", lambda: plot.attention_map(weights(3, 3), "ab")),
         ("key_tokens: .*3 names", lambda: plot.attention_map(weights(2, 3), "ab", "ab")),
+        ("plan: ", lambda: plot.plan(fa.plan(fa.masks.causal, rows=0, keys=7))),
         ("pe: .*finite", lambda: plot.positional_encoding(torch.tensor([[math.nan]]))),
     ],
 )

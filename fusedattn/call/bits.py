@@ -138,21 +138,22 @@ def density(
     if block_mask is None or mask_bits is None:  # token masks alone
         counts: list[Any] = [1 if x is None else x.sum(1) for x in (key_mask, query_mask)]
         return float((counts[0] * counts[1]).sum()) / max(1, math.prod(shape))
-    size, device, sides, total = mask_bits.shape[1], mask_bits.device, [], math.prod(block_mask.shape[:2])
-    for tokens, n, count in zip((query_mask, key_mask), shape[2:], block_mask.shape[2:], strict=True):
+    size, device, total = mask_bits.shape[1], mask_bits.device, math.prod(block_mask.shape[:2])
+    sides: list[tuple[Any, Any]] = []
+    for tokens, n in zip((query_mask, key_mask), shape[2:], strict=True):
         if tokens is None:  # a mask that broadcasts has one block of equal rows or keys
-            tokens = torch.ones(1, size if n == 1 or n > size * count else n, dtype=torch.bool, device=device)
-        sides.append(pad(tokens, (0, -tokens.shape[1] % size)).unflatten(1, (-1, size)))
+            tokens = torch.ones(1, size if n == 1 else n, dtype=torch.bool, device=device)
+        words = _words(pad(tokens, (0, -tokens.shape[1] % size)).unflatten(1, (-1, size)))
+        sides.append(torch.unique(words, return_inverse=True))
         total *= tokens.shape[1]
-    rows, keys = sides
-    whole = (block_mask == FULL) | (block_mask == SOME)
-    seen = (whole * rows.sum(2)[:, None, :, None] * keys.sum(2)[:, None, None]).sum()
-    words = _words(keys)
-    for part in (block_mask >= CONSTANT).nonzero().split(CHUNK // size):
-        b, h, i, j = part.unbind(1)
-        x = (mask_bits[block_mask[b, h, i, j].int()] & words[b % len(words), j, None]).view(torch.uint8)
+    (rows, row_at), (keys, key_at) = sides
+    # Count each distinct triple (entry of the block mask, its visible rows, its visible keys) once.
+    triples = (block_mask.long() * len(rows) + row_at[:, None, :, None]) * len(keys) + key_at[:, None, None]
+    seen, lanes = 0, torch.arange(size, device=device)
+    for part, times in zip(*(x.split(CHUNK // size) for x in triples.unique(return_counts=True)), strict=True):
+        x = (mask_bits[part // len(keys) // len(rows)] & keys[part % len(keys), None]).view(torch.uint8)
         x = x - (x >> 1 & 0x55)
         x = (x & 0x33) + (x >> 2 & 0x33)
         of_rows = (x + (x >> 4) & 0x0F).view(-1, size, 8).sum(2)
-        seen += (of_rows * rows[b % len(rows), i]).sum()
-    return float(seen) / max(1, total)
+        seen += int((of_rows * (rows[part // len(keys) % len(rows), None] >> lanes & 1) * times[:, None]).sum())
+    return seen / max(1, total)

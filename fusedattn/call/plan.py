@@ -21,6 +21,9 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         fail(ValueError, "mask", "a mask, a key_mask or a query_mask", "none of them")
     if callable(masks["mask"]) and not isinstance(masks["mask"], type):
         function = given.pop("mask")
+        for name, size in sizes.items():
+            if size is None:
+                fail(TypeError, name, "an int, because mask is a function", size)
         sizes = dict(zip(sizes, check_sizes(0, **sizes), strict=True))
     else:
         for name, size in sizes.items():
@@ -67,7 +70,7 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
         try:
             seen = shown(*index)
         except IndexError as error:
-            fail(ValueError, "mask", f"a function of tensors that have the plan's sizes, {whole}", error)
+            fail(ValueError, "mask", f"a function of all indices in a plan of {whole}", f"its IndexError: {error}")
     return seen.expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 

@@ -41,7 +41,12 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
             got = f"a nested tensor of {x.layout}"
-            fail(TypeError, name, "a dense tensor, or one strided nested tensor for all, batch_first and unmasked", got)
+            fail(
+                TypeError,
+                name,
+                "a dense tensor, or a strided nested tensor as all three, batch_first and unmasked",
+                got,
+            )
     check_place("query", query)
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)

@@ -39,7 +39,7 @@ def _runs(decode: Decode, lengths: list[int]) -> list[tuple]:
     table, (pages, heads, _, columns) = decode.table, decode.key_cache.shape
     if table is None or table.shape[1] != 1 or pages == 0:
         return runs
-    # A sequence with one page need not be gathered, but a call for each takes as long as copying 4 * WORTH elements.
+    # Sequences of one page are read in place. A call for each takes as long as a gather of 4 * WORTH elements.
     numbers = table[:, 0].clamp(0, pages - 1).tolist()
     found = naive.alike([(length, page - b) for b, (length, page) in enumerate(zip(lengths, numbers, strict=True))])
     views = [(first, last, length, numbers[first]) for first, last, (length, _) in found]

@@ -31,6 +31,7 @@ from .small_k import FEW, FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
+SMALL = 2.0**20  # norm of tensors whose products are far from an overflow
 LARGE = 2**17  # elements of the smallest query whose copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 LARGE_LSE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
@@ -69,11 +70,11 @@ def attend(
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=zeros, scale=scale)
-    if where.masked and ((wrong := has_nan(lse[..., None])) or _has_zeros(lse)):
+    if where.masked and not bool((lse.abs() > 0).all()):
         # For a row that sees nothing the kernel returns an lse of 0, or NaN if its query is NaN.
         assert added is not None
         nothing = (added == -INFINITE).all(-1)
-        out, lse = out.masked_fill(nothing[..., None], 0.0) if wrong else out, lse.masked_fill(nothing, -INFINITE)
+        out, lse = out.masked_fill(nothing[..., None], 0.0), lse.masked_fill(nothing, -INFINITE)
     return out, lse
 
 
@@ -105,13 +106,17 @@ def zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
     return (x.view(bits) & (hidden_by(mask).to(bits) - 1)).view(x.dtype)
 
 
-def inputs_of(part: Part, columns: int | None) -> list[Tensor]:
+def inputs_of(part: Part, columns: int | None, *grads: Tensor | None) -> list[Tensor]:
     """Return a part's [query, key, value], 0 where token masks hide them, and padded to `columns` unless None."""
+    # Small hidden keys and values change no result, so they are not copied. grads: gradients to multiply with values.
     call = part.call
     query, key, value = call[:3] if columns is None else (in_columns(x, columns) for x in call[:3])
+    query = query if call.query_mask is None else zeroed(query, call.query_mask)
     if has_holes(part):
-        key, value = zeroed(key, call.key_mask), zeroed(value, call.key_mask)
-    return [query if call.query_mask is None else zeroed(query, call.query_mask), key, value]
+        read = [x for x in (query, key, value, *grads) if x is not None]
+        if call.query.dtype == torch.bfloat16 or not all(torch.linalg.vector_norm(x) < SMALL for x in read):
+            key, value = zeroed(key, call.key_mask), zeroed(value, call.key_mask)
+    return [query, key, value]
 
 
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -35,6 +35,9 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
 def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
     """Return the gradients of query, key and value from the kernel. tensors: grad_out, query, key, value, out, lse."""
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
+    if where.masked and not bool(query.sum().isfinite()):  # a row that sees nothing has weights exp(NaN), not 0
+        assert added is not None
+        query = query.masked_fill((added == -INFINITE).all(-1, keepdim=True), 0.0)
     query, scale, factor = flash.by_power(query, call.scale)
     grads = flash_attention_for_cpu_backward(grad_out, query, *others, 0.0, where.causal, attn_mask=added, scale=scale)
     return grads if factor == 1 else (grads[0].mul_(factor), *grads[1:])
@@ -66,8 +69,8 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
-    tensors = flash.inputs_of(part, columns)
     grad_out, grad_lse, out, kept, lse = rows
+    tensors = flash.inputs_of(part, columns, grad_out)
     common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
     if common is not None:
         same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
@@ -119,7 +122,7 @@ def from_weights(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     if call.key_mask is not None:
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
-    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None)
+    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None, grad_out)
 
     def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
         bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])

@@ -47,7 +47,7 @@ def scores_of(call: Call, where: Rectangle, less: float | Tensor, rows: Tensor, 
         return scores.add_(scores.new_full(scores.shape[-2:], -INFINITE).triu_(1))
     if where.masked or where.causal or not is_nothing(less):
         scores.add_(added := additive(call, where, less))
-        if where.masked and has_nan(scores):
+        if where.masked and has_nan(scores.sum(-1, keepdim=True)):
             scores.masked_fill_(added == -INFINITE, -INFINITE)
     return scores
 
@@ -61,7 +61,7 @@ def weights_of(scores: Tensor, masked: bool) -> Tensor:
 
 
 def has_nan(x: Tensor) -> bool:
-    """Return whether any row is NaN, of a softmax, or of scores if the query is. All columns are, so one is enough."""
+    """Return whether a softmax has rows of NaN. A row is NaN in every column or in none, so one column is read."""
     return bool(x[..., 0].isnan().any())
 
 

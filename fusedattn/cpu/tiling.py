@@ -24,7 +24,7 @@ WASTE = 1  # maximum ratio of the scores that a part computes to its visible one
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
-COPY = 1 / 4  # scores that take as long to compute as an element takes to copy
+COPY = 1 / 4  # scores computed in the time of copying one element
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -112,8 +112,9 @@ def _of_batches(call: Call) -> list[Part]:
     split = []
     groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
     if len(groups) > 1 and call.query.dtype != torch.bfloat16:
-        one = [(0, batch)]
-        groups = one if cost(one) < 2 * PART else min(groups, list(runs(lengths, WASTE, CALL // heads)), one, key=cost)
+        most = max(1, cost(one := [(0, batch)]) // PART)  # more parts than this cost more than one
+        similar = list(runs(lengths, WASTE, CALL // heads)) if most > 1 else one
+        groups = min((some for some in (groups, similar, one) if len(some) <= most), key=cost)
     for start, stop in groups:
         if all(0 in length for length in lengths[start:stop]):
             continue

@@ -66,11 +66,11 @@ def agree(
 
     Raises:
         TypeError, ValueError, NotImplementedError: on all ranks, if `facts` raises on one or an option differs.
-        NotImplementedError: on all ranks, for DTensors and tangents among the arguments {name: value}, and inside
-            torch.func. On this rank, under FakeTensorMode.
+        NotImplementedError: on all ranks, if an argument {name: value} is a DTensor or has a tangent, or inside
+            torch.func. On this rank alone, under FakeTensorMode.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
     """
-    if fake_mode([*arguments.values()]) is not None:  # which cannot send statements either
+    if fake_mode([*arguments.values()]) is not None:  # a fake tensor cannot send a statement
         raise NotImplementedError(f"{function}: expected tensors with data, got FakeTensorMode")
     value, problem, text = None, None, None
     options: dict[str, Any] = {}

@@ -144,7 +144,7 @@ def bounded(call):
 def band(call):
     """Return the lengths and the window of a call as kernel arguments: 32-bit numbers, None if unbounded."""
     rows, keys, by = call.query.shape[2], call.key.shape[2], shift(call)
-    before, after = (keys, rows) if call.top_left else (rows, keys)  # more than any key is ahead of a row, and behind
+    before, after = (keys, rows) if call.top_left else (rows, keys)  # -before < row - key < after, for aligned rows
     left = None if call.left is None else max(-before, min(call.left - by, after))
     right = None if call.right is None else max(-after, min(call.right + by, before))
     return dict(q_len=rows, k_len=keys, left=left, right=right)

@@ -48,7 +48,7 @@ def load(kernel, programs: int, arguments: dict, options: dict):
     run = None
     with _loading:
         try:
-            run = compiled.run  # a property: at first use it loads the kernel, and before that sets compiled._run
+            run = compiled.run  # a property: its first use sets compiled._run, then loads the kernel
         finally:
             if run is None:
                 compiled._run = None  # otherwise the kernel counts as loaded the next time

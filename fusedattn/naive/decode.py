@@ -147,7 +147,7 @@ def alike(lengths: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 def of_length(call: Call, decode: Decode, first: int, last: int, length: int, page: int | None = None) -> Call:
     """Return the Call of sequences first .. last - 1, which all have this length. call: from `rotated_query`."""
-    # page: the page of the first sequence if each has only one page, and these are consecutive.
+    # page: the first sequence's page, if each sequence has one page and these pages are consecutive.
     batches = slice(first, last)
     slices: dict[str, slice] = {}
     if last - first < decode.lengths.shape[0]:  # a slice takes 3 us

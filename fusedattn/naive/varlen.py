@@ -14,21 +14,14 @@ WASTE = 2  # maximum ratio of scores in a padded call to scores of its sequences
 SLACK = 2**14  # wasted scores of one head that are cheaper than another call
 
 
-def pad(where: Padding, packed: Tensor) -> Tensor:
-    """Pad packed rows or keys (1, H, total, ...) with zeros to a batch (n, H, most, ...)."""
-    return where.pad(packed.squeeze(0).transpose(0, 1)).transpose(1, 2)
-
-
-def unpad(where: Padding, padded: Any, nothing: float = 0.0) -> Any:
-    """Undo `pad`. None stays None. Rows outside of all sequences become `nothing`."""
-    return None if padded is None else where.unpad(padded.transpose(1, 2), nothing).transpose(0, 1)[None]
-
-
 def padded(call: Call) -> tuple[Call, Padding]:
     """Pad a packed call to a batch of its sequences. Return (padded call, still with offsets; Padding of its rows)."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     rows = padding(call.cu_seqlens_q, call.query.shape[2], call.max_seqlen_q, "max_seqlen_q")
     keys = padding(call.cu_seqlens_k, call.key.shape[2], call.max_seqlen_k, "max_seqlen_k")
+
+    def pad(where, x):
+        return where.pad(x.squeeze(0).transpose(0, 1)).transpose(1, 2)
 
     def real(where, mask):
         return where.exists if mask is None else where.exists & where.pad(mask[0])
@@ -41,8 +34,11 @@ def padded(call: Call) -> tuple[Call, Padding]:
 def packed(rows: Padding, out: Tensor, lse: Tensor | None, weights: Tensor | None) -> tuple:
     """Convert the results of a padded call back to packed sequences. rows: the Padding from `padded`."""
 
-    more = unpad(rows, lse, float("-inf")), unpad(rows, weights)
-    return unpad(rows, out), *(x if x is None else x.contiguous() for x in more)
+    def unpad(x, nothing=0.0):  # rows outside of all sequences become `nothing`
+        return rows.unpad(x.transpose(1, 2), nothing).transpose(0, 1)[None]
+
+    lse = None if lse is None else unpad(lse, float("-inf")).contiguous()
+    return unpad(out), lse, None if weights is None else unpad(weights).contiguous()
 
 
 def runs(lengths: list[tuple[int, int]], waste: float, slack: float) -> Iterator[tuple[int, int]]:
@@ -87,14 +83,14 @@ def parts_of(call: Call, rows: list[int], keys: list[int], starts: list[int]) ->
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     sizes = {"B": differences(starts)}
     for letter, offsets, x in (("Q", rows, call.query), ("K", keys, call.key)):
-        sizes[letter] = differences([0, *(offsets[b] for b in starts), x.shape[2]])  # with tokens before and after
+        sizes[letter] = differences([0, *(offsets[b] for b in starts), x.shape[2]])  # first and last: tokens of no part
 
     def cut(name: str, x: Tensor) -> Sequence[Tensor]:
         letters = DIMS[name]
+        letter = next((x for x in "QK" if x in letters), None) if letters != "BHQK" else None
         # Use `split`, not slices: the gradient of each slice would be as large as x.
-        for letter in "QK" if letters != "BHQK" else ():
-            if letter in letters:
-                return x.split(sizes[letter], letters.index(letter))[1:-1]
+        if letter is not None:
+            return x.split(sizes[letter], letters.index(letter))[1:-1]
         return x.split(sizes["B"]) if x.shape[0] > 1 else [x] * len(sizes["B"])
 
     fields = {name: cut(name, x) for name in WITH_DIM["B"] if (x := getattr(call, name)) is not None}

@@ -110,7 +110,8 @@ def shown(masks, band, plane, r, c, first, CHECK: tl.constexpr):
 @triton.jit
 def visible(masks, shown, band, plane, r, c, real=None):
     """Return True for the (row, key) pairs that all masks leave visible. real: `real_keys` of c, if loaded already."""
-    # masks.rows is not needed: the forward sets outputs of hidden rows to 0, and their saved statistics give weights 0.
+    # masks.rows is not read: the forward sets outputs of hidden rows to 0, and saved statistics make their weights 0.
+    # Kernels that return weights mask these rows themselves, because a key that is NaN makes them NaN.
     seen = span.inside(band, r, c)
     if masks.keys is not None:
         seen &= real_keys(masks, plane, c, band.keys) if real is None else real

@@ -52,9 +52,8 @@ def test_gradients_of_large_scores_are_finite_and_right(dtype, scale):
     """Gradients of large scores are finite and right; PyTorch's backward may compute infinite weights for them."""
     inputs = draw(1, 2, 100, 16, dtype=dtype, requires_grad=True)
     grads = lambda name: torch.autograd.grad(by(name)(*inputs, scale=scale, causal=True).sum(), inputs)  # noqa: E731
-    got = grads("cpu")
-    assert all(x.isfinite().all() for x in got)
-    assert_like(got, grads, "eager")
+    assert all(x.isfinite().all() for x in grads("cpu"))
+    assert_like(grads("cpu"), grads, "eager")
 
 
 @pytest.mark.parametrize("scale", [1.7e38, -3.4e38])
@@ -115,7 +114,6 @@ def test_gradients_of_few_rows_with_large_scores_are_as_good_as_eagers(sequences
 
 @pytest.mark.parametrize("keys", [8, 100])
 def test_rows_that_query_mask_hides_have_no_weights_beside_a_sink_either(keys):
-    """Rows that query_mask hides have no weights and no NaN gradients, although the lse of such a row is the sink."""
     real = torch.arange(keys) != 3
     options = dict(bias=torch.zeros(keys, 1).masked_fill(~real[:, None], 500.0), sinks=torch.zeros(2), query_mask=real)
     assert_computes(fa.attention, named(*torch.randn(4, 1, 2, keys, 16)), options, "out", (), backend="cpu")
@@ -150,9 +148,8 @@ def test_gradients_that_are_summed_over_keys(options):
 
     got = summed(fa.attention, torch.float32, backend="cpu")
     eager, oracle = (summed(fa.reference.eager, dtype) for dtype in (torch.float32, torch.float64))
-    rows = torch.zeros(4, dtype=torch.bool)
     for name, *results in zip("qkv", got, eager, oracle, strict=True):
-        found = verdict(*results, rows)
+        found = verdict(*results, torch.zeros(4, dtype=torch.bool))
         assert found.ok, (name, found)
 
 
@@ -188,8 +185,7 @@ def test_large_scores_that_are_exact(saves, dtype, options, size):
     """Weights of large exact scores are right: merged rectangles and sinks do not compute them from a rounded lse."""
     query, key = (torch.randint(-4, 5, (1, 2, n, 16)) / 4.0 for n in (100, 200))
     query[..., 0], key[..., 0] = 1.0, size
-    value = torch.randn(1, 2, 200, 16)
-    options = dict(options, scale=1.0)
+    value, options = torch.randn(1, 2, 200, 16), dict(options, scale=1.0)
     if "sinks" in options:
         options["sinks"] = torch.full((2,), size + options["sinks"])
 
@@ -228,11 +224,8 @@ def test_channels_last_of_other_widths(widths, dtype):
 @pytest.mark.parametrize("hidden", [slice(0, 3), slice(600, 640), slice(0, 600)], ids=str)
 def test_rows_that_see_nothing_at_first_or_at_all(hidden):
     """Rows that see none of the first 512 keys, or no key, are right; PyTorch's kernel gives them an lse of 0."""
-    inputs = draw(1, 2, 20, 16)
-    inputs[1:] = draw(1, 2, 640, 16)[:2]
-    mask = torch.ones(20, 640, dtype=torch.bool)
-    mask[:, hidden] = False
-    mask[5] = False
+    inputs, mask = [*draw(1, 2, 20, 16)[:1], *draw(1, 2, 640, 16)[:2]], torch.ones(20, 640, dtype=torch.bool)
+    mask[:, hidden] = mask[5] = False
     out, lse = fa.attention(*inputs, mask=mask, return_lse=True, backend="cpu")
     assert (out[:, :, 5] == 0).all() and (lse[:, :, 5] == -INFINITE).all()
     assert_like((out, lse), lambda: fa.reference.eager(*inputs, mask=mask, return_lse=True))
@@ -279,7 +272,8 @@ def test_a_bias_in_another_dtype(dtype):
         assert_like(got, lambda bias=bias: fa.reference.eager(*inputs, bias=bias))
 
 
-DOCUMENTS = torch.arange(512) // 128
+TOKENS = torch.arange(512)
+SAME = TOKENS[:, None] // 128 == TOKENS // 128  # documents
 ROWS, COLUMNS = torch.arange(300)[:, None], torch.arange(330)
 
 
@@ -296,8 +290,7 @@ def scores_of(call):
 def test_a_true_byte_of_a_mask_may_be_larger_than_one():
     query, key, value = draw(1, 2, 80, 16)
     mask = torch.arange(80 * 80, dtype=torch.uint8).view(80, 80).view(torch.bool)
-    want = fa.attention(query, key, value, mask=mask.logical_not().logical_not())
-    assert torch.equal(fa.attention(query, key, value, mask=mask), want)
+    assert torch.equal(*(fa.attention(query, key, value, mask=x) for x in (mask, mask.logical_not().logical_not())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -326,37 +319,45 @@ def test_blocks_that_a_mask_hides_change_nothing(mask, dtype):
     [
         ({}, 1.0),
         (dict(causal=True), 0.5),
-        (dict(window=(64, 0)), 0.3),
-        (dict(window=(0, 64)), 0.3),
+        *[(dict(window=window), 0.3) for window in ((64, 0), (0, 64))],
         (dict(window=(64, 64)), 0.5),
-        (dict(key_mask=torch.arange(512) < 256), 0.5),
-        (dict(key_mask=torch.arange(512) >= 256), 0.5),
-        (dict(key_mask=torch.arange(512) < 256, query_mask=torch.arange(512) < 256), 0.25),
-        (dict(key_mask=torch.arange(512) < torch.tensor([[64], [448]])), 0.5),
-        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS), 0.25),
+        *[(dict(key_mask=mask), 0.5) for mask in (TOKENS < 256, TOKENS >= 256, TOKENS < torch.tensor([[64], [448]]))],
+        (dict(key_mask=TOKENS < 256, query_mask=TOKENS < 256), 0.25),
+        *[(dict(mask=mask), 0.25) for mask in (SAME, TOKENS[None] < 128, TOKENS[:, None] < 128)],
         (dict(mask=torch.ones(512, 512, dtype=torch.bool).tril()), 0.65),
-        (dict(mask=torch.arange(512)[None] < 128), 0.25),
-        (dict(mask=torch.arange(512)[:, None] < 128), 0.25),
-        (dict(mask=DOCUMENTS[:, None] == DOCUMENTS, causal=True), 0.25),
+        (dict(mask=SAME, causal=True), 0.25),
         (dict(mask=torch.arange(512 * 512).view(512, 512) % 3 == 0), 1.0),
-        (dict(causal=True, key_mask=torch.arange(512) < 256), 0.45),
+        (dict(causal=True, key_mask=TOKENS < 256), 0.45),
     ],
     ids=str,
 )
 def test_what_is_hidden_is_not_computed(options, share):
-    call = call_of(*draw(2, 8, 512, 16), **options)
-    assert scores_of(call) <= share * 2 * 512 * 512 + 512
+    assert scores_of(call_of(*draw(2, 8, 512, 16), **options)) <= share * 2 * 512 * 512 + 512
 
 
 def test_packed_sequences_are_computed_alone():
     lengths = [512, 100, 100, 100, 0, 300]
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    inputs = draw(sum(lengths), 1, 16)
+    cu, inputs = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32), draw(sum(lengths), 1, 16)
     call = checked_varlen(Arguments(*inputs), cu, cu, None, None, False)
     assert scores_of(call) == sum(n * n for n in lengths)
     assert len(tiling.parts(call)) == 3  # the three of length 100 are a batch, without a copy
     part = tiling.parts(call)[1]
     assert part.call.query.shape == (3, 1, 100, 16) and part.call.query.data_ptr() == call.query[:, :, 512:].data_ptr()
+
+
+@pytest.mark.parametrize("length", [8, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(sinks=torch.ones(2))], ids=["", "sinks"])
+def test_queries_that_see_nothing_may_be_infinite_or_nan(more, dtype, length):
+    mask = (torch.arange(length) >= 3)[:, None].expand(length, length).tril()
+    query, key, value = torch.randn(3, 1, 2, length, 16).to(dtype).unbind()
+    wild, results = query.clone(), []
+    wild[0, :, :3, 0], key[:, :, 0, 0] = torch.tensor([[INFINITE], [float("nan")]]), -1.0  # a score of -inf first
+    for x in (wild, query):
+        inputs = [x.requires_grad_(), key, value.requires_grad_()]
+        got = fa.attention(*inputs, mask=mask, return_lse=True, return_weights=True, backend="cpu", **more)
+        results.append((*got, *torch.autograd.grad(got[0][:, :, 3:].sum(), inputs[::2])))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 400])
