@@ -118,6 +118,8 @@ def preprocess(
                 products = columns.dot(left, right, spec.DV, spec, log2_sum.dtype)
             line = tl.arange(0, BLOCK_M)
             delta = tl.sum(tl.where(line[:, None] == line[None, :], products, 0.0), 1)
+            if spec.PRECISION == "tf32":  # add what the product dropped of out, an error that all keys of a row share
+                delta += tl.sum((out - columns.truncated(out)) * columns.truncated(grad_out), 1)
         else:
             delta = row_sums.total(out * grad_out.to(out.dtype))
         if COLUMNS > 2:

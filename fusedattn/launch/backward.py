@@ -115,10 +115,13 @@ def _spread(sums, offsets, most):
 
 def _totals(sums, offsets, batch):
     """Add up sums by row (B, H, S, 1): return (B, H), or if packed (batch, H). batch: 1 or the number of sequences."""
-    if offsets is None or batch == 1:
+    if offsets is None:
         return sums.sum((2, 3))
     # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in no fixed order.
     offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
+    if batch == 1:  # kernels do not write rows outside all sequences
+        rows = torch.arange(sums.shape[2], device=sums.device)[:, None]
+        return sums.where((rows >= offsets[0]) & (rows < offsets[-1]), 0.0).sum((2, 3))
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 

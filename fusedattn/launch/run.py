@@ -130,14 +130,15 @@ def kind_of(name, call, cached=False):
     small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
     # If the number of columns is no multiple of 16, threads load single elements, and addresses take many registers.
     odd = widest(call) > PART.value and any(x.shape[3] % 16 for x in (query, call.value))
-    return name, device_of(query), query.dtype, widest(call), pressure_of(call), small, odd
+    biased = None if call.bias is None else call.bias.element_size()
+    return name, device_of(query), query.dtype, widest(call), pressure_of(call), small, odd, biased, call.partial
 
 
 def candidates(name, call):
     """Return the tiles of a kernel for a call, best first, without tiles known not to fit."""
     kind = kind_of(name, call)
     if (fitting := tile_table.fitting.get(kind)) is None:
-        _, device, dtype, most, pressure, small, odd = kind
+        _, device, dtype, most, pressure, small, odd, *_ = kind
         right, wrong, _ = tuned.of(device).get(tuned.place(name, dtype, most, pressure), tuned.Forms())
         table = tile_table.tiles_for(name, capability(device), dtype.itemsize, most, pressure)
         fitting = *right, *(tile for tile in table if tile_table.same(tile) not in (*right, *wrong))

@@ -28,7 +28,8 @@ def _row_spans(call: Call) -> Iterator[tuple[int, int]]:
     # A second derivative needs three times the memory of a first. Packed calls are not cut: rows belong to sequences.
     if not sized(call) or call.cu_seqlens_q is not None or not rows:
         return iter([(0, rows)])
-    return spans(rows, formula.BUDGET // max(1, 3 * batch * heads * call.key.shape[2] * call.query.element_size()))
+    row_bytes = 3 * batch * heads * call.key.shape[2] * wide_dtype(call.query.dtype).itemsize
+    return spans(rows, formula.BUDGET // max(1, row_bytes))
 
 
 def _bounded(call: Call) -> Call:
@@ -65,14 +66,16 @@ def _of_rows(call: Call, span: tuple[int, int], incoming: Sequence, grad_grads: 
 def second_derivative(call: Call, incoming: Sequence, grad_grads: Sequence) -> tuple:
     """Return the gradients of sum(grad * grad_grad), where grad are the gradients of a call's INPUTS."""
     # incoming: gradients of output, lse and weights, from which grad was computed. Returned: gradients with respect to
-    # `incoming`, then to INPUTS, None where the argument is None. Rows are computed a block at a time.
+    # `incoming`, then to INPUTS (at least in float32), None where the argument is None. Rows are computed a block at a
+    # time.
     call, of_incoming = _bounded(call), []
     totals: dict[str, Tensor] = {}
     for span in _row_spans(call):
         rows = [None if grad is None else grad[:, :, slice(*span)] for grad in incoming]
         of_rows = _of_rows(call, span, rows, grad_grads)
         of_incoming.append([of_rows.pop(number, None) for number in range(len(incoming))])
-        totals = {name: x + totals[name] if name in totals else x for name, x in of_rows.items()}
+        for name, x in of_rows.items():
+            totals[name] = x + totals[name] if name in totals else x.to(wide_dtype(x.dtype))
     return *(join(x, 2) for x in zip(*of_incoming, strict=True)), *map(totals.get, INPUTS)
 
 

@@ -109,7 +109,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     from ..launch import run
     from ..launch.backward import launch_backward, reasons_not_on_hopper
 
-    grad_out = readable(out.new_zeros(()).expand(out.shape), call, backend) if grad_out is None else grad_out
+    grad_out = readable(call.query.new_zeros(()).expand(out.shape), call, backend) if grad_out is None else grad_out
 
     def naive():
         if partial.is_part(call, grad_weights is not None):

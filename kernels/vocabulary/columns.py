@@ -118,6 +118,13 @@ def dot(a, b, D: tl.constexpr, spec: tl.constexpr, dtype: tl.constexpr, x=None):
 
 
 @triton.jit
+def truncated(x, BITS: tl.constexpr = 0):
+    """Add BITS to float32 x as an integer, and clear the 13 bits that TF32 ignores. Keep Inf and NaN."""
+    bits = (x.to(tl.int32, bitcast=True) + BITS) & -8192
+    return tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
 def add(sums, x, b, D: tl.constexpr, spec: tl.constexpr, decay=None):
     """Return the tiles of sums (times decay, unless None) + x @ b, with x rounded to the dtype of b."""
     tiles = ()

@@ -9,7 +9,7 @@ from .. import cases, sample
 from ..cases import Case
 from ..close import assert_computes, assert_like
 from ..guard import PLAUSIBLE, Guard
-from ..inside import leaves
+from ..inside import leaves, same
 from ..sequences import attention_varlen, draw_packed, offsets
 
 # (lengths in rows, lengths in keys) of the sequences; tiles of the interpreter are 32 by 16.
@@ -72,17 +72,15 @@ def test_options_together_naively(number):
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(5, 3), dropout_p=0.3, seed=3)], ids=str)
 @pytest.mark.one_in(3)
 def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
-    rows = keys = (33,) * 2
-    query, key, value, grad = draw_packed(rows, keys, device)
-    cu = offsets(rows, device)
+    query, key, value, grad = draw_packed((33, 33), (33, 33), device)
+    cu = offsets((33, 33), device)
     results = fa.attention_varlen(query, key, value, cu, cu, return_lse=True, backend="triton", **options)
     grads = torch.autograd.grad(results[0], (query, key, value), grad)
     batch = [x.detach().unflatten(0, (2, 33)).transpose(1, 2).requires_grad_() for x in (query, key, value)]
     out, lse = fa.attention(*batch, return_lse=True, backend="triton", **options)
     whole = torch.autograd.grad(out, batch, grad.unflatten(0, (2, 33)).transpose(1, 2))
-    for got, want in zip((results[0], *grads), (out, *whole), strict=True):
-        assert torch.equal(got, want.transpose(1, 2).flatten(0, 1))
-    assert torch.equal(results[1], lse.transpose(0, 1).flatten(1, 2))
+    same([results[0], *grads], [x.transpose(1, 2).flatten(0, 1) for x in (out, *whole)])
+    same(results[1], lse.transpose(0, 1).flatten(1, 2))
 
 
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
@@ -98,20 +96,17 @@ def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
     cu = offsets(rows, device), offsets(keys, device)
 
     def middle(*inputs):
-        inputs = leaves(*inputs)
-        kept = slice(20, 53), slice(17, 57)
+        inputs, rows, keys = leaves(*inputs), slice(20, 53), slice(17, 57)
         results = fa.attention_varlen(*inputs, *cu, causal=True, return_lse=True, return_weights=True, backend=backend)
         assert all(x.is_contiguous() for x in results)
         dq, dk, dv = torch.autograd.grad(results[0], inputs, grad)
-        out, lse, weights = results
-        return [out[kept[0]], lse[:, kept[0]], weights[:, kept[0]], dq[kept[0]], dk[kept[1]], dv[kept[1]]]
+        return [results[0][rows], *(x[:, rows] for x in results[1:]), dq[rows], dk[keys], dv[keys]]
 
     want = middle(query, key, value)
-    spoiled = [x.detach().clone() for x in (query, key, value)]
-    for x, lengths in zip(spoiled, (rows, keys, keys), strict=True):
-        x[: lengths[0]] = float("nan")
-        x[lengths[0] + lengths[1] :] = float("inf")
-    assert all(torch.equal(got, before) for got, before in zip(middle(*spoiled), want, strict=True))
+    for x, lengths in zip((query, key, value), (rows, keys, keys), strict=True):
+        x.data[: lengths[0]] = float("nan")
+        x.data[lengths[0] + lengths[1] :] = float("inf")
+    same(middle(query, key, value), want)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive", None])
@@ -127,10 +122,8 @@ def test_maximum_lengths_are_optional(backend, device):
     for results in ((*got[:2], got[2][..., :12]), want):
         assert_like(results, naively)
     assert not got[2][..., 12:].any()
-    for first, last, length in ((0, 5, 9), (5, 5, 3), (5, 25, 12)):
-        assert not want[2][:, first:last, length:].any()
-        seen = want[1][:, first:last] > float("-inf")
-        assert_like(want[2][:, first:last].sum(-1), seen.double())
+    assert not want[2][:, :5, 9:].any()  # the first sequence has 9 keys
+    assert_like(want[2].sum(-1), (want[1] > float("-inf")).double())
 
 
 @pytest.mark.parametrize(
@@ -156,6 +149,17 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
+def test_rows_outside_all_sequences_change_no_shared_gradient(device, unchecked, poison):
+    *inputs, grad = draw_packed((5, 9), (5, 9), device)
+    (slopes, sinks), cu = leaves(*torch.rand(2, 4, device=device)), offsets((5,), device)
+
+    def found(backend):
+        out = fa.attention_varlen(*inputs, cu, cu, alibi_slopes=slopes, sinks=sinks, backend=backend)
+        return torch.autograd.grad(out[:5], (slopes, sinks), grad[:5])
+
+    assert_like(found("triton"), found, "naive")
+
+
 # A mask hides some blocks and shows others in full. In the latter, token masks hide tokens.
 TOKENS = {"pairs alone": (), "keys": ("key_mask",), "queries": ("query_mask",), "both": ("key_mask", "query_mask")}
 
@@ -168,11 +172,9 @@ def test_blocks_that_are_fully_visible_or_hidden(tokens, planned, device, two_pa
     mask[:, 16:32], mask[:, :16], mask[16:, 32:48] = False, True, True
     lengths = dict(query_mask=sum(rows), key_mask=sum(keys))
     options = {name: torch.rand(lengths[name], device=device) < 0.8 for name in TOKENS[tokens]}
-    with torch.no_grad():
-        if "key_mask" in options:
-            key[~options["key_mask"]], value[~options["key_mask"]] = float("nan"), float("inf")
-        if "query_mask" in options:
-            query[~options["query_mask"]] = float("nan")
+    for x, name, hidden in ((query, "query_mask", "nan"), (key, "key_mask", "nan"), (value, "key_mask", "inf")):
+        if name in options:
+            x.data[~options[name]] = float(hidden)
     tensors = query, key, value, offsets(rows, device), offsets(keys, device)
 
     def found(backend):
@@ -192,18 +194,16 @@ def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, mon
     """Calls with wrong offsets write nothing outside their tensors, if offsets are not checked, as on a GPU."""
     if device == "cuda":
         pytest.skip("test_gpu_packed tests this")
-    rows = keys = (40, 40)
     guard = Guard(PLAUSIBLE)
-    query, key, value, grad = (guard.inside(x) for x in draw_packed(rows, keys))
+    *inputs, grad = (guard.inside(x).requires_grad_() for x in draw_packed((40, 40), (40, 40)))
     cu = torch.tensor(wrong, dtype=torch.int32)
     options = dict(alibi_slopes=torch.rand(3, 4), sinks=torch.rand(4)) if most is None else {}
     options |= dict(causal=True, return_lse=True, query_mask=torch.rand(80) < 0.9, backend="triton")
     if most is not None:
         options |= dict(mask=torch.rand(3, 1, *most) < 0.5, bias=torch.rand(1, 4, *most), key_mask=torch.rand(80) < 0.9)
         options |= dict(max_seqlen_q=most[0], max_seqlen_k=most[1], return_weights=True)
-    learned = [query, key, value, *(options[x] for x in ("bias", "alibi_slopes", "sinks") if x in options)]
-    learned = [x.requires_grad_() for x in learned]
+    learned = [*inputs, *(options[x].requires_grad_() for x in ("bias", "alibi_slopes", "sinks") if x in options)]
     guard.allocates(monkeypatch)
-    out, lse, *weights = fa.attention_varlen(query, key, value, cu, cu.flip(0), **options)
+    out, lse, *weights = fa.attention_varlen(*inputs, cu, cu.flip(0), **options)
     torch.autograd.grad((out, lse, *weights), learned, (grad, lse.detach(), *map(torch.ones_like, weights)))
     guard.check()

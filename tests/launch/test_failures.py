@@ -128,13 +128,10 @@ def test_a_backward_that_fails_is_computed_by_the_naive_path(name, failing, monk
     inputs, options = draw("cpu", requires_grad=True), OPTIONS[name](9, 11, "cpu")
     wanted = [*inputs, *learned(options)]
     incoming = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9)
-    want = lambda: torch.autograd.grad(  # noqa: E731
-        fa.reference.eager(*inputs, **options, return_lse=True), wanted, incoming
-    )
+    got = lambda f: torch.autograd.grad(f(*inputs, **options, return_lse=True), wanted, incoming)  # noqa: E731
     with slower(gpu) as said:
         for _ in range(2):
-            results = fa.attention(*inputs, **options, return_lse=True)
-            assert_like(torch.autograd.grad(results, wanted, incoming), want)
+            assert_like(got(fa.attention), got, fa.reference.eager)
         assert fa.explain(*inputs, **options).backend == "naive"  # of both forward and backward
         assert fa.explain(*[x.detach() for x in inputs], **OPTIONS["plain"](9, 11, "cpu")).backend == "triton"
     assert "PTXASError" in said[0]
@@ -262,7 +259,7 @@ def test_a_second_thread_waits_until_a_kernel_is_loaded():
 
 KERNELS = {  # {kernel: (sizes, options, backend before it fails, backend after)}
     "combine": (dict(sk=4096, dtype=torch.bfloat16), {}, "hopper", "triton"),  # the Hopper forward would split the keys
-    "forward": ({}, {}, "triton", "naive"),
+    "forward": ({}, dict(bias=torch.zeros(9, 11)), "triton", "naive"),
     "weights": ({}, dict(return_weights=True), "triton", "naive"),
     "block_mask": ({}, OPTIONS["masks"](9, 11, "cpu"), "triton", "naive"),
 }
@@ -283,6 +280,8 @@ def test_a_call_whose_kernel_fails_is_left_to_another_backend(kernel, failing):
         assert tried == []
         if after == "naive":
             same([first, again], [fa.reference.attention(*inputs, **options)] * 2)
-            assert fa.explain(*inputs, causal=True, softcap=2.0).backend == "triton"  # another kind of call
+            half = [dict(bias=torch.zeros(9, 11).half())] * (kernel != "block_mask")
+            for other in ({}, dict(causal=True, softcap=2.0), *half):
+                assert fa.explain(*inputs, **other).backend == "triton"
             assert fa.explain(*draw("cpu", dtype=torch.bfloat16)).backend == "hopper"
     assert kernel in said[0]

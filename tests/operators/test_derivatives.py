@@ -9,7 +9,7 @@ import fusedattn as fa
 from fusedattn.naive import formula as naive, second
 
 from ..close import assert_like
-from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, by, draw
+from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, by, draw, leaves
 
 
 def test_vmap_and_what_is_learned(device):
@@ -18,18 +18,15 @@ def test_vmap_and_what_is_learned(device):
     bias, sinks = torch.randn(1, HQ, 1, SK, device=device), torch.randn(HQ, device=device)
     biases = torch.randn(3, *bias.shape, device=device)
 
-    def total(backend):
-        def compute(query, bias, sinks):
-            out, weights = by(backend)(query, key, value, bias=bias, sinks=sinks, return_weights=True)
-            return out.square().sum() + weights.square().sum()
-
-        return compute
+    def total(query, bias, sinks, backend="eager"):
+        results = by(backend)(query, key, value, bias=bias, sinks=sinks, return_weights=True)
+        return sum(x.square().sum() for x in results)
 
     for dims in ((None, 0, None), (0, 0, None)):
         given = [x if dim is None else y for x, y, dim in zip((query, bias), (many, biases), dims, strict=False)]
         derive = lambda f, *x, dims=dims: torch.vmap(torch.func.grad(f, argnums=(0, 1, 2)), dims)(*x)  # noqa: E731
         for backend in (*BACKENDS, None):
-            assert_like(derive(total(backend), *given, sinks), derive, total("eager"), *given, sinks)
+            assert_like(derive(functools.partial(total, backend=backend), *given, sinks), derive, total, *given, sinks)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
@@ -82,16 +79,13 @@ def test_second_derivatives_take_rows_by_the_block(way, device, monkeypatch):
     options = OPTIONS["added"](SQ, SK, device) | OPTIONS["masks"](SQ, SK, device) | OPTIONS["dropout"](SQ, SK, device)
     names = [name for name, x in options.items() if isinstance(x, torch.Tensor) and x.requires_grad]
     inputs = [*draw(device, requires_grad=True), *(options.pop(name) for name in names)]
-    if way != "autograd":
-        inputs = [x.detach() for x in inputs]
 
     def squares(*x, backend="triton"):
         more = options | dict(zip(names, x[3:], strict=True))
         results = by(backend)(*x[:3], **more, return_lse=True, return_weights=True)
         return torch.cat([x.square().flatten() for x in results])
 
-    blocks = []
-    of_rows = second._whole
+    blocks, of_rows = [], second._whole
     monkeypatch.setattr(second, "_whole", lambda call, *span: blocks.append(span) or of_rows(call, *span))
     monkeypatch.setattr(naive, "BUDGET", 4 * 2 * HQ * SK * 2)
     got, eagerly = SECOND[way](squares, inputs), functools.partial(squares, backend="eager")
@@ -99,11 +93,17 @@ def test_second_derivatives_take_rows_by_the_block(way, device, monkeypatch):
     assert len(set(blocks)) > 1 and all(last - first < SQ for first, last in blocks)
 
 
+def test_second_derivatives_in_bfloat16_add_up_in_float32(device, monkeypatch):
+    monkeypatch.setattr(naive, "BUDGET", 1)  # one row at a time
+    query, *inputs = draw(device, batch=1, dtype=torch.bfloat16)
+    query, inputs = query[:, :, :1].expand(-1, -1, 6, -1), leaves(*inputs)
+    factor = query.new_tensor([500, 1, 1, 1, 1, -500])[:, None]  # a sum in bfloat16 would drop the ones
+    fused, eagerly = (lambda *x, b=b: by(b)(query, *x) * factor for b in (None, "eager"))
+    assert_like(SECOND["autograd"](fused, inputs), SECOND["autograd"], eagerly, inputs)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "cpu"])
 def test_second_derivatives_of_no_rows(device, backend):
-    query, key, value = draw(device, sq=0, requires_grad=True)
-    grads = torch.autograd.grad(fa.attention(query, key, value, backend=backend).sum(), query, create_graph=True)
-    seconds = torch.autograd.grad(grads[0].sum(), [query, key, value], allow_unused=True, materialize_grads=True)
-    assert [x.shape for x in seconds] == [x.shape for x in (query, key, value)]
-    grad = torch.func.grad(lambda q: fa.attention(q, key, value, backend=backend).sum())
-    assert torch.func.jvp(grad, (query,), (query,))[1].shape == query.shape
+    inputs = draw(device, sq=0, requires_grad=True)
+    for way in ("autograd", "forward over reverse"):
+        assert [x.shape for x in SECOND[way](by(backend), inputs)] == [x.shape for x in inputs]
