@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import rows
 
 import fusedattn as fa
-from fusedattn.call.options import override
+from fusedattn.call.options import Call, override
 from fusedattn.dispatch import backends
 from fusedattn.launch import run, tile_table, tuned
 
@@ -238,6 +238,36 @@ def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
             assert out.shape[axis] == count
     called = [node for graph in graphs for node in graph.graph.nodes if "fusedattn" in str(node.target)]
     assert [node.args[-1] for node in called] == ["hopper"]
+
+
+GRAPHS = {  # {name: (function, shape, {length: a kernel of calls with that many rows})}
+    "bias": (lambda x: fa.attention(x, x, x, bias=x @ x.mT), (1, 2, 64), {96: "hopper", 97: "forward", 104: "hopper"}),
+    "D 100": (lambda x: fa.attention(x, x, x), (1, 2, 100), {2048: "hopper", 500: "forward"}),
+    "part": (
+        lambda x: torch.ops.fusedattn.forward(*Call(x, x, x, partial=True), False, False, True, "hopper")[0],
+        *((1, 2, 100), {2048: "hopper", 500: "forward"}),
+    ),
+    "decode": (
+        lambda x: fa.attention_decode(x, x, x, cache_seqlens=torch.full((1,), 3).int()),
+        *((1, 2, 64), {100: "decode_64", 128: "hopper"}),
+    ),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", GRAPHS)
+def test_one_graph_takes_the_kernel_of_each_size(name, monkeypatch):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    function, (batch, heads, dim), kernels = GRAPHS[name]
+    launched, graphs = [], []
+    monkeypatch.setattr(run, "run_kernel", lambda name, *_, **__: launched.append(name))
+    step = torch.compile(function, backend=lambda *x: graphs.append(1) or x[0], fullgraph=True, dynamic=True)
+    with absent.gpu(90):
+        for length, kernel in kernels.items():
+            launched.clear()
+            step(torch.randn(batch, heads, length, dim).bfloat16())
+            assert kernel in launched
+    assert len(graphs) == 1
 
 
 @compiled

@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
+from fusedattn.launch import grids
 
 from ..inside import compiled, fields, interpreted
 from ..offline import absent
@@ -58,6 +59,17 @@ def test_what_passes_32_bits_is_refused(name, device):
     past, why, fits = PAST_A_LIMIT[name]
     assert any(why in reason and "2**31" in reason for reason in reasons(call_of(**past)))
     assert not reasons(call_of(**fits))
+
+
+@interpreted
+def test_a_graph_runs_calls_past_a_limit_on_the_naive_path(monkeypatch, device):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(grids, "MOST_POSITIONS", 32)
+    graph = torch.compile(lambda x: fa.attention(x, x, x), fullgraph=True, dynamic=True, backend="eager")
+    x = torch.randn(1, 2, 40, 16, device=device)
+    assert torch.allclose(graph(x[:, :, :8]), fa.attention(*[x[:, :, :8]] * 3, backend="triton"))
+    with pytest.warns(UserWarning, match="rows and keys together exceed"):
+        assert torch.equal(graph(x), fa.attention(x, x, x, backend="naive"))
 
 
 @interpreted

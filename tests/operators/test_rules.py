@@ -85,7 +85,7 @@ WRONG = {
     "forward": of_values(
         dict(left=[-1], right=[-2], scale=[float("nan")], softcap=[0.0], dropout_p=[1.5], seed=[None]) | BACKEND
     ) + [
-        wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1]),
+        wrong("backend", backend="hopper", named=True), wrong("query", **OFFSETS), wrong("origin", origin=[-1] * 5),
         wrong("mask_bits", mask_bits=fa.plan(bools(1, 1)).mask_bits.mT.contiguous().mT),
         wrong("need_weights", need_weights=True, partial=True, **{x: DENSE[x].half() for x in [*DENSE][:3]}),
     ],

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.decorators import mark_unbacked
 
 import fusedattn as fa
+from fusedattn.call.options import AssumedGPU, override
 from fusedattn.compat import flash_attn, torch as drop_in
 
 from ..close import assert_like
@@ -91,6 +92,11 @@ CASES = {
     ),
     "layer": (LAYER, [(draw(B, S, 2 * D), (0,))]),
 }
+ON_GPUS = {
+    "bias": (lambda *x: attend(*x[:3], bias=x[3]), [*dense(), (draw(B, H, S, S), (0, 2, 3))]),
+    "transposed keys": (lambda q, x: attend(q, x.mT, x.mT), [dense()[0], (draw(B, H, D, S), (0, 3))]),
+    "decode": (decode, [(x, dims if x.dim() == 1 else (0, 2)) for x, dims in caches()]),
+}
 
 
 def results(function, given):
@@ -100,17 +106,28 @@ def results(function, given):
     return [*got, *(torch.autograd.grad(sum(x.clamp(-99, 99).sum() for x in got), needed) if needed else ())]
 
 
+def marked(given):
+    tensors = [x.detach().clone().requires_grad_(x.requires_grad) for x, _ in given]
+    for x, (_, dims) in zip(tensors, given, strict=True):
+        for dim in dims:
+            mark_unbacked(x, dim)
+    return tensors
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(7)
 def test_sizes_that_depend_on_data_are_not_guarded_on(name):
     function, given = CASES[name]
-    marked = []
-    for x, dims in given:
-        marked.append(x.detach().clone().requires_grad_(x.requires_grad))
-        for dim in dims:
-            mark_unbacked(marked[-1], dim)
-    got = results(torch.compile(function, fullgraph=True, backend="aot_eager"), marked)
+    got = results(torch.compile(function, fullgraph=True, backend="aot_eager"), marked(given))
     assert_like(got, results, function, [x for x, _ in given])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["bias", "transposed keys", "decode"])
+def test_sizes_that_depend_on_data_are_not_guarded_on_for_a_gpu(name, capability):
+    function, given = ON_GPUS[name]
+    with override(gpu=AssumedGPU(capability)), pytest.raises(ZeroDivisionError):  # by the graph
+        torch.compile(function, fullgraph=True, backend=lambda *_: lambda *_: 1 / 0)(*marked(given))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
