@@ -89,17 +89,15 @@ WRONG = {
         wrong("mask_bits", mask_bits=fa.plan(bools(1, 1)).mask_bits.mT.contiguous().mT),
         wrong("need_weights", need_weights=True, partial=True, **{x: DENSE[x].half() for x in [*DENSE][:3]}),
     ],
-    "packed forward": of_values(dict(cu_seqlens_q=[None], cu_seqlens_k=[None]), TypeError) + of_values(
-        dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])
-    ) + [
-        wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)), wrong("query", **DENSE | OFFSETS)
+    "packed forward": of_values(dict.fromkeys(OFFSETS, [None]), TypeError) + [
+        *of_values(dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])), wrong("query", **DENSE | OFFSETS),
+        wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)),
     ],
     "backward": of_values(dict(need=[[True] * len(WANTED), [True] * 3]) | BACKEND),
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
     "block_mask": [],
     "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
-        wrong("mask", **dict.fromkeys(MASKS)),
-        wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
+        wrong("mask", **dict.fromkeys(MASKS)), wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
     ],
     "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
     "decode": of_values(dict(backend=["naive"], added=[-1], left=[-1])) + [
@@ -110,10 +108,8 @@ WRONG = {
 
 def moved(arguments, device):
     """Return arguments with CPU tensors moved to a device; meta tensors stay."""
-    return {
-        name: x.to(device) if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x
-        for name, x in arguments.items()
-    }
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+    return arguments | {name: x.to(device) for name, x in tensors.items()}
 
 
 def operator(name):
@@ -191,8 +187,7 @@ def packed_on_cpu(inputs, offsets, most, need_weights, options):
     longest = dict(zip(LONGEST, most, strict=True))
     cu_seqlens = {name: ints(*x) for name, x in zip(OFFSETS, offsets, strict=True)}
     call = fields(*inputs, **cu_seqlens, **longest, **options)
-    kept = OPERATORS.forward(*call, True, need_weights, True, "cpu")
-    out, lse, weights, stats = kept
+    out, lse, weights, stats = kept = OPERATORS.forward(*call, True, need_weights, True, "cpu")
     incoming = out.cos(), lse.nan_to_num(0, 0, 0).cos(), None
     return *kept, *OPERATORS.backward(*incoming, out, weights, stats, *call, "cpu", WANTED)
 
@@ -200,7 +195,6 @@ def packed_on_cpu(inputs, offsets, most, need_weights, options):
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("offsets", HOSTILE.values(), ids=HOSTILE)
 def test_wrong_offsets_read_and_write_nothing_outside_on_a_cpu(offsets, hiding):
-    """Calls with wrong offsets neither read nor write memory outside the tokens; offsets are clamped to the ends."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         shapes = (TQ, HQ, D), (TK, HKV, D), (TK, HKV, DV)
         guard, options = Guard(), HIDING[hiding](TQ, TK)

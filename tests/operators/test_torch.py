@@ -54,9 +54,8 @@ def test_compile_does_not_recompile_for_each_length(device):
 
 
 def test_compiled_dropout_knows_no_lengths():
-    """Dropout is not compiled again for lengths that are multiples of 16, the size of its blocks of random bits."""
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
-    for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
+    for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):  # random bits have blocks of 16
         assert step(torch.randn(1, 2, length, 16)).shape == (1, 2, length, 16)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert not torch.equal(*(step(torch.ones(1, 2, 33, 16)) for _ in range(2)))  # each call draws a seed
@@ -80,13 +79,11 @@ def test_an_export_takes_any_lengths(capability):
 
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
 
+GROUPED = dict(num_heads=4, num_kv_heads=2)
 EXPORTED = {  # {name: (options of a module, True if it returns weights)}; narrow heads differentiate few keys otherwise
-    "softcap": (dict(num_heads=4, num_kv_heads=2, softcap=3.0), True),
-    "plain": (dict(num_heads=4, num_kv_heads=2), True),
-    "triton": (dict(num_heads=4, num_kv_heads=2, backend="triton"), True),
-    "wide": (dict(num_heads=1), False),
-    "narrow": (dict(num_heads=2), False),
-}
+    "softcap": (GROUPED | dict(softcap=3.0), True), "triton": (GROUPED | dict(backend="triton"), True),
+    "plain": (GROUPED, True), "wide": (dict(num_heads=1), False), "narrow": (dict(num_heads=2), False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options, weights", EXPORTED.values(), ids=EXPORTED)
@@ -106,8 +103,7 @@ def test_an_export_of_a_module_takes_any_length(traced, gradients, options, weig
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """A checkpoint may keep matrix products: attention writes to none of them, which would make torch raise."""
-    keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]  # torch raises if attention writes to their results
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
 
@@ -233,13 +229,12 @@ def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, d
 
 @pytest.mark.matrix
 def test_a_compiler_drops_the_same(device):
-    """Compiled dropout drops the weights that eager drops, although Inductor's C++ assumes no integer overflow."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
 
     x = torch.randn(1, 2, 40, 16, device=device)
 
-    def visible(x):
+    def visible(x):  # Inductor's C++ assumes no integer overflow
         return fa.attention(x, x, x, dropout_p=0.4, seed=2**62 + 12345, backend="naive", return_weights=True)[1] > 0
 
     assert torch.equal(torch.compile(visible)(x), visible(x))
