@@ -31,7 +31,7 @@ ROOMS = {
     "bench": {"", "dispatch", "testing"},
 }
 # modules that import Triton at once; they are imported when a call first needs a kernel
-LAUNCHES = {path.stem for path in ROOT.glob("fusedattn/launch/[!_]*.py")} - {"failures", "tile_table", "tuned"}
+LAUNCHES = {path.stem for path in ROOT.glob("fusedattn/launch/[!_]*.py")} - {"failures", "grids", "tile_table", "tuned"}
 KNOWS_TRITON = {f"launch.{name}" for name in LAUNCHES}
 ASKS_FOR_TRITON = {"dispatch.backends", "launch.tuned"}  # they ask for the version of Triton, if it is installed
 KERNELS_KNOW = {"triton", "typing"}

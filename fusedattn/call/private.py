@@ -70,6 +70,17 @@ def holds(condition: Any, otherwise: bool) -> bool:
     return bool(guard_or_true(condition) if otherwise else guard_or_false(condition))
 
 
+def known(condition: Any, otherwise: bool) -> bool:
+    """Return what `holds` returns, but without a guard: `otherwise` unless a graph has one answer for all its sizes."""
+    if condition is True or condition is False:
+        return condition
+    if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_false, statically_known_true
+
+    return bool(not statically_known_false(condition) if otherwise else statically_known_true(condition))
+
+
 @constant
 @functools.cache
 def multiplies_bfloat16() -> bool:

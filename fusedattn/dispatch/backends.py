@@ -10,22 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import bits, checks, jagged, options as of_calls
+from ..call import checks, jagged, options as of_calls
 from ..call.checks import check_flags, check_names, fail
 from ..call.decode import Decode
-from ..call.options import Arguments, AssumedGPU, Call, Device, hiding, override, thread_overrides
-from ..call.private import constant, eager, holds
+from ..call.options import Arguments, AssumedGPU, Call, Device, override, thread_overrides
+from ..call.private import constant, eager
 from ..call.rules import checked
 from ..call.varlen import checked_varlen
 from ..cpu import run as cpu
-from ..launch import tile_table, tuned
+from ..launch import grids, tile_table, tuned
 from ..launch.failures import cause, failed_kernels, warn_once
 from ..naive import formula
 from ..operators import attention, decode as cached, namespace
 
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
-MOST_POSITIONS = 2**31 - 1024  # kernels count rows, keys and shift in 32 bits, up to the end of the last tile
-MOST_PROGRAMS = 2**31 - 1
 ADVICE = ". Leave backend unset to use another"
 INTERPRETED = " (to debug them here, set TRITON_INTERPRET=1 before Triton is imported)"
 
@@ -82,8 +80,8 @@ def _device(call: Call) -> Device:
     return thread_overrides.gpu or call.query.device
 
 
-def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list[str]:
-    """Return the reasons why Triton kernels cannot take the dtype, device and sizes of a call."""
+def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1], added: int | None = None) -> list[str]:
+    """Return why Triton kernels cannot take the dtype, device and sizes of a call. added: the new keys of a Decode."""
     device = _device(call)
     reasons = list(machine_reasons(device))
     if call.query.dtype == torch.float64 and device.type == "cuda":
@@ -93,34 +91,7 @@ def _kernel_reasons(call: Call, widest_key: int = tile_table.WIDTHS[-1]) -> list
     for name, x, most in (("query", call.query, widest_key), ("value", call.value, tile_table.WIDTHS[-1])):
         if (dim := x.shape[3]) > most:
             reasons.append(f"the head dimension of {name} is {dim}, more than {most}")
-    if holds(call.query.shape[2] + call.key.shape[2] > MOST_POSITIONS, False):
-        reasons.append("rows and keys together exceed 2**31")
-    return reasons
-
-
-def _marked_blocks(call: Call) -> int:
-    """Return an upper bound on the number of blocks in the block mask of a call; 0 if it needs no block mask."""
-    tensors = [x for x in hiding(call) if x is not None]
-    if call.block_mask is not None or not tensors:
-        return 0
-    batch, heads, rows, keys = of_calls.sizes(call)
-    shared = all(x.dim() < 4 or holds(x.shape[1] == 1, False) or holds(x.stride(1) == 0, False) for x in tensors)
-    size = bits.BLOCK
-    return batch * (1 if shared else heads) * -(-rows // size) * -(-keys // size)
-
-
-def _grid_reasons(call: Call) -> list[str]:
-    """Return the reasons why the backend "triton" cannot take a call, except failures to compile on this machine."""
-    reasons = _kernel_reasons(call)
-    batch, heads, rows, _ = call.query.shape
-    blocks = batch * -(-max(rows, call.key.shape[2]) // 16)  # no tile has fewer than 16 rows or keys
-    if call.cu_seqlens_q is not None:
-        blocks += call.cu_seqlens_q.shape[0]  # each sequence starts a new block
-    if holds(blocks * heads > MOST_PROGRAMS, False):
-        reasons.append("the grid would exceed 2**31 programs")
-    if holds(_marked_blocks(call) > MOST_PROGRAMS, False):
-        reasons.append("its block mask would exceed 2**31 blocks")
-    return reasons
+    return reasons + grids.limits(call, added)
 
 
 @constant
@@ -163,26 +134,25 @@ class Backend(NamedTuple):
 
 
 def _triton_reasons(call: Call, need_weights: bool) -> list[str]:
-    return _grid_reasons(call) or _failures(call, need_weights, on_hopper=False)
+    return _kernel_reasons(call) or _failures(call, need_weights, on_hopper=False)
 
 
 def _decode_reasons(decode: Decode, need_weights: bool) -> list[str]:
-    reasons = _kernel_reasons(decode.call, tile_table.WIDEST_CACHED) + cached.unmappable(decode)
-    batch, heads, rows, _ = decode.call.query.shape
-    if holds(batch * heads * max(rows, decode.added) > MOST_PROGRAMS, False):
-        reasons.append("the grid would exceed 2**31 programs")
-    return reasons or _failures(decode, need_weights, on_hopper=False)
+    reasons = _kernel_reasons(decode.call, tile_table.WIDEST_CACHED, decode.added)
+    return reasons + cached.unmappable(decode) or _failures(decode, need_weights, on_hopper=False)
 
 
 def _hopper_reasons(of: Any, need_weights: bool) -> list[str]:
     """Return the reasons why the backend "hopper" cannot take a Call or a Decode."""
     decode, call = (of, of.call) if isinstance(of, Decode) else (None, of)
-    if reasons := _grid_reasons(call) if decode is None else _decode_reasons(decode, need_weights):
+    if reasons := _kernel_reasons(call) if decode is None else _decode_reasons(decode, need_weights):
         return [reason.removesuffix(INTERPRETED) for reason in reasons]
+    if elsewhere := hopper_reasons(_device(call)):
+        return [*elsewhere]
     from ..launch import hopper
 
     lacks = hopper.reasons(call) if decode is None else hopper.cache_reasons(decode)
-    if reasons := [*hopper_reasons(_device(call)), *lacks] or _failures(of, need_weights, on_hopper=True):
+    if reasons := lacks or _failures(of, need_weights, on_hopper=True):
         return reasons
     return [] if call.named or tuned.prefers_hopper("hopper", call, _device(call)) else [tuned.SLOWER]
 

@@ -8,7 +8,7 @@ from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..call.options import BY_HEAD, diagonal, hiding, shift, sizes
-from ..call.private import has_storage, holds
+from ..call.private import has_storage, known
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.masks import BLOCK, Bits, Masks
 from ..kernels.vocabulary.memory import View, width
@@ -52,11 +52,11 @@ def of(tensor):
 
 
 def strided(tensor: Tensor) -> bool:
-    """Return whether TMA supports the strides of a (B, H, S, D) tensor."""
+    """Return whether TMA supports the strides of a (B, H, S, D) tensor; True if a compiler cannot know."""
     pairs = zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
-    steps = [step * tensor.element_size() for step, size in pairs if holds(size != 1, True)]
-    readable = all(holds(step > 0, True) and holds(step % TMA_BYTES == 0, False) for step in steps)
-    return (tensor.stride(3) == 1 or tensor.shape[3] == 1) and readable
+    steps = [step * tensor.element_size() for step, size in pairs if known(size != 1, True)]
+    readable = all(known(step > 0, True) and known(step % TMA_BYTES == 0, True) for step in steps)
+    return (known(tensor.stride(3) == 1, True) or known(tensor.shape[3] == 1, False)) and readable
 
 
 def aligned(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, failures, hopper, run, tile_table, tuned
+from . import arguments, blocks, failures, grids, hopper, run, tile_table, tuned
 from .forward import run_by_rows
 
 if hopper.missing is None:
@@ -202,6 +202,7 @@ def _add_up(p, by_row, by_key, grads):
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
     """Write the gradients of a Call into `grads`: for each of INPUTS a tensor, or None if not needed."""
+    grids.check(call)
     grads = dict(zip(INPUTS, grads, strict=True))
     attended = [grads[name] for name in ATTENDED if grads[name] is not None]
     by_tma = (grad_out, *attended) if grad_weights is None else None

@@ -11,10 +11,11 @@ from ..kernels.vocabulary.pages import Cache
 from ..kernels.vocabulary.partials import Partials
 from ..kernels.vocabulary.rotary import Rotary
 from ..kernels.vocabulary.rules import Rules
-from . import arguments, run, tile_table
+from . import arguments, grids, run, tile_table
 
 
 def _common(decode: Decode, **of_spec: Any):
+    grids.check(decode.call, decode.added)
     (pages, heads, page, _), capacity = decode.key_cache.shape, capacity_of(decode)
     table = decode.table if capacity else None  # without capacity nothing is read
     cache = Cache(*map(arguments.of, (decode.key_cache, decode.value_cache, decode.lengths, table)))

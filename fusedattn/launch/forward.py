@@ -6,7 +6,7 @@ from triton import cdiv
 
 from ..call.options import BY_HEAD, INPUTS, Call, sizes
 from ..kernels.vocabulary.scores import Tangents
-from . import arguments, blocks, hopper, run, tile_table
+from . import arguments, blocks, grids, hopper, run, tile_table
 
 if hopper.missing is None:
     from .hopper_forward import launch_on_hopper
@@ -43,6 +43,7 @@ def _launch_weights(name, weights, launched, call: Call):
 
 def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
     """Compute the forward into `out` and, unless None, lse, weights and stats. Weights need stats."""
+    grids.check(call)
     (launch_on_hopper if on_hopper else _forward)(out, lse, stats, call)
     if weights is not None:
         launched = arguments.common(call) | dict(Stats=stats, TangentLse=None, tangents=Tangents())
@@ -51,6 +52,7 @@ def launch_forward(out, lse, weights, stats, call: Call, on_hopper: bool):
 
 def launch_tangent(tangent_out, tangent_lse, tangent_weights, tangents, out, stats, call: Call):
     """Compute the tangents of output, lse and weights from `tangents` of the INPUTS. tangent_weights may be None."""
+    grids.check(call)
     tangents, call = dict(zip(INPUTS, tangents, strict=True)), blocks.marked(call)
     (batch, heads, rows, keys), bias = sizes(call), tangents["bias"]
     views = Tangents(

@@ -10,7 +10,7 @@ from triton import cdiv
 from ..call.decode import Decode
 from ..call.layout import narrow
 from ..call.options import ATTENDED, Call, sizes
-from ..call.private import holds
+from ..call.private import known
 from ..kernels.vocabulary import dropout
 from ..kernels.vocabulary.memory import width
 from . import arguments, tile_table
@@ -41,10 +41,10 @@ def _argument(name):
     return {"seed": "dropout_p", "mask_bits": "mask"}.get(name, name)
 
 
-def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOPPER) -> list[str]:
-    """Return reasons why a Hopper kernel cannot take a call, or []. known: options it supports. forms: its tiles."""
+def limits(call: Call, options: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOPPER) -> list[str]:
+    """Return reasons why a Hopper kernel cannot take a call, or []. options: those it supports. forms: its tiles."""
     given = [name for name in _OTHERS if getattr(call, name) is not None]
-    lacks = [f"it does not support {_argument(name)}" for name in given if name not in known]
+    lacks = [f"it does not support {_argument(name)}" for name in given if name not in options]
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         lacks.append(f"it supports float16 and bfloat16, not {call.query.dtype}")
     if call.bias is not None and call.bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -56,18 +56,16 @@ def limits(call: Call, known: tuple[str, ...] = _SUPPORTED, forms=tile_table.HOP
         heavy = "bias", *tile_table.MOST_KEYS[256], "mask", "mask_bits"
         names = " and ".join(dict.fromkeys(_argument(name) for name in heavy if name in given))
         lacks.append(f"no tile has room for {names} with heads of {columns} columns")
-    if call.cu_seqlens_q is not None and any(holds(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
+    if call.cu_seqlens_q is not None and any(known(x.shape[2] > RAGGED_ROWS, False) for x in (call.query, call.key)):
         lacks.append("packed sequences have more than 2**30 rows")
-    if holds(call.key.shape[2] == 0, False):  # a compiler may not know; the operator checks again when it runs
+    if known(call.key.shape[2] == 0, False):
         lacks.append("there are no keys")
-    if call.value.shape[3] % 8 and not _pays_copies(call):
-        lacks.append(f"the head dimension of value is {call.value.shape[3]}, not a multiple of 8")
     return lacks
 
 
 def reasons(call: Call) -> list[str]:
-    """Return the reasons why the Hopper forward cannot take a call, whatever the GPU; [] if it can."""
-    return limits(call) + unreachable(call) if missing is None else [missing]
+    """Return the reasons why the Hopper forward should not take a call, whatever the GPU; [] if it should."""
+    return limits(call) + _odd(call, "value") + unreachable(call) if missing is None else [missing]
 
 
 def cache_reasons(decode: Decode) -> list[str]:
@@ -75,28 +73,37 @@ def cache_reasons(decode: Decode) -> list[str]:
     if missing is not None:
         return [missing]
     (call, key, value), rows = decode[:3], decode.call.query.shape[2]
-    if rows < tile_table.PREFILL_ROWS:
+    if known(rows < tile_table.PREFILL_ROWS, False):
         return [f"it takes {tile_table.PREFILL_ROWS} queries or more of a sequence, not {rows}"]
-    lacks = limits(call, _IN_PREFILL)
-    lacks += _unreadable(dict(query=call.query, key_cache=key, value_cache=value)) if key.shape[0] else ["no pages"]
-    if lacks:
+    lacks = limits(call, _IN_PREFILL) + _odd(call, "value")
+    read: dict[str, Tensor | None] = dict(query=call.query, key_cache=key, value_cache=value)
+    if lacks := lacks + (["no pages"] if known(key.shape[0] == 0, False) else _unreadable(read)):
         return lacks
     most = max(pipeline.keys for pipeline in tile_table.HOPPER[row_width(call)])
-    if decode.table is not None and key.shape[2] % most:
+    if decode.table is not None and known(key.shape[2] % most != 0, False):
         lacks.append(f"pages have {key.shape[2]} keys, not a multiple of {most}")
     pitch = pitch_of(key)
-    alike = all(x.stride(0) % max(1, _row(x)) == 0 and key.shape[2] <= pitch_of(x) == pitch for x in (key, value))
-    if not alike or key.shape[0] * pitch > RAGGED_ROWS:
+    same = [x.stride(0) % max(1, _row(x)) == 0 for x in (key, value)] + [pitch_of(value) == pitch]
+    if not all(known(x, True) for x in (*same, key.shape[2] <= pitch, key.shape[0] * pitch <= RAGGED_ROWS)):
         lacks.append("pages do not start at multiples of a row's stride, below row 2**30")
     return lacks
 
 
 def _pays_copies(call):
     """Return whether copies of query, key and value are cheap beside the call, because rows see many keys."""
-    sequences = 1 if call.cu_seqlens_q is None else max(1, call.cu_seqlens_q.shape[0] - 1)
-    rows, keys = (x.shape[2] // sequences for x in (call.query, call.key))
-    banded = keys if call.right is None else keys // 2 if call.left is None else call.left + call.right + 1
-    return all(holds(length >= tile_table.COPIED_LENGTH, False) for length in (rows, keys, banded))
+    least = tile_table.COPIED_LENGTH
+    total = least * (1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1)
+    enough = [call.query.shape[2] >= total, call.key.shape[2] >= total]
+    if call.right is not None:
+        enough.append(call.key.shape[2] >= 2 * total if call.left is None else call.left + call.right + 1 >= least)
+    return all(known(x, True) for x in enough)
+
+
+def _odd(call, *names):
+    """Return a sentence per tensor of a width that TMA cannot read or write, unless copies are cheap."""
+    odd = {name: size for name in names if (size := getattr(call, name).shape[3]) % 8}
+    said = {} if odd and _pays_copies(call) else odd
+    return [f"the head dimension of {name} is {size}, not a multiple of 8" for name, size in said.items()]
 
 
 def is_copied(call: Call) -> bool:
@@ -168,7 +175,7 @@ def variant(call: Call, cached: bool) -> str:
 def by_tiles(call: Call) -> Tensor | None:
     """Return the bias that TMA loads, without broadcasts; None without a bias, or if it is equal for all keys."""
     bias = narrow(call.bias)
-    return None if bias is None or bias.shape[3] == 1 else bias
+    return None if bias is None or known(bias.shape[3] == 1, False) else bias
 
 
 def fits(call: Call, form: Pipeline | Backward) -> bool:
@@ -237,9 +244,7 @@ def backward_limits(call: Call) -> list[str]:
     if call.cu_seqlens_q is not None and (call.cu_seqlens_q.shape[0] - 1) * FEWEST_ROWS > call.query.shape[2]:
         few = f"packed sequences have fewer than {FEWEST_ROWS} rows on average"
         lacks.append(f"{few}: sums of dq would be mostly padding")
-    if call.query.shape[3] % 8 and not _pays_copies(call):
-        lacks.append(f"the head dimension of query is {call.query.shape[3]}, not a multiple of 8")
-    return lacks
+    return lacks + _odd(call, "value", "query")
 
 
 def reachable(*tensors: Tensor) -> bool:
@@ -327,12 +332,12 @@ def stored_limits(call: Call) -> list[str]:
 
 def _row(cache: Tensor) -> int:
     """Return the stride between the rows of a cache; between its pages if each has one row."""
-    return cache.stride(0 if cache.shape[2] == 1 else 2)
+    return cache.stride(0 if known(cache.shape[2] == 1, False) else 2)
 
 
 def pitch_of(cache: Tensor) -> int:
     """Return the distance from a page of a cache to the next one in memory, in rows."""
-    return cache.shape[2] if cache.shape[0] == 1 else cache.stride(0) // max(1, _row(cache))
+    return cache.shape[2] if known(cache.shape[0] == 1, False) else cache.stride(0) // max(1, _row(cache))
 
 
 def rows_of_cache(cache: Tensor) -> Tensor:

@@ -51,14 +51,16 @@ def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None,
     return out, *[query.new_empty(0, dtype=dtype) if x is None else row_major(x) for x, dtype in pairs]
 
 
-def _on_hopper(call, backend):
-    """Return whether to run the Hopper forward, which needs keys. A compiler chose it without knowing their number."""
-    from ..launch import run
+def _on_hopper(call, backend, chosen):
+    """Return whether to run the Hopper forward. chosen: the backend was chosen for this call, not in a graph."""
+    from ..launch import hopper, run
 
-    return backend == "hopper" and run.has_hopper(call.query) and call.key.shape[2] > 0
+    if backend != "hopper" or not run.has_hopper(call.query) or call.key.shape[2] == 0:
+        return False
+    return chosen or call.named or not hopper.reasons(call)
 
 
-def _compute(call, options):
+def _compute(call, options, chosen=True):
     """Compute (output, lse, weights, stats). Results that are not needed are None or empty."""
     *needs, backend = options
     if backend in ("cpu", "naive"):
@@ -68,7 +70,7 @@ def _compute(call, options):
         from ..launch import forward  # imports Triton
 
         filled = [x if x.numel() else None for x in rest]
-        kinds = (True, False) if _on_hopper(call, backend) else (False,)
+        kinds = (True, False) if _on_hopper(call, backend, chosen) else (False,)
         launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
 
         def naive():
@@ -82,29 +84,29 @@ def _compute(call, options):
     return results
 
 
-def record(call, options, marks, recorder, tensors):
+def record(call, options, marks, recorder, tensors, chosen=True):
     """Launch a forward in a Recorder. Return results, block mask and mask bits. marks: compute the last two here."""
     from ..launch import blocks, forward
 
     call = of_calls.with_tensors(call, tensors)
     call = blocks.marked(call) if marks else call
     results = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
-    forward.launch_forward(*results, call, _on_hopper(call, options[-1]))
+    forward.launch_forward(*results, call, _on_hopper(call, options[-1], chosen))
     return [*results, call.block_mask, call.mask_bits]
 
 
-def _repeat(call, options):
+def _repeat(call, options, chosen=True):
     """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
-        launch = functools.partial(record, call, options, False)
+        launch = functools.partial(record, call, options, False, chosen=chosen)
         found = repeats.repeat(("forward", options, repeats.facts(call)), of_calls.tensors(call), launch)
-    return _compute(call, options) if found is None else found[: len(_RESULTS)]
+    return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]
 
 
 def _forward(*arguments):
     _, call, options = FORWARD.split(arguments)
-    *results, stats = _repeat(call, options)
+    *results, stats = _repeat(call, options, chosen=False)
     if options[-1] == "cpu" and stats is not None:  # a copy, because it may be a view
         stats = cpu.with_all_columns(stats, results[0]).clone(memory_format=torch.contiguous_format)
     results = _filled(call, *results, stats)

@@ -13,6 +13,7 @@ from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_
 from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
 from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
 from ..cpu import decode as cpu_decode
+from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
 from . import flops, repeats, rules
 from .namespace import OPERATORS, register
@@ -70,7 +71,11 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         launch.launch_decode(recorder.make(out), recorder.make(lse) if need_lse else lse, bare)
         return [out, lse if need_lse else None]
 
-    on_hopper = backend == "hopper" and run.has_hopper(query) and not hopper.cache_reasons(decode)
+    on_hopper = backend == "hopper" and run.has_hopper(query)
+    if on_hopper and (lacks := hopper.cache_reasons(decode)):  # a compiler chose it without knowing all sizes
+        if decode.call.named:
+            fall_back(KernelUnavailable(lacks[0]), named=True)
+        on_hopper = False
     found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
     if found is not None:
         return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]

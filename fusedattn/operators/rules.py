@@ -98,7 +98,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
     lacks = []
     if backend == "cpu":
         lacks = cpu.limits(call)
-    elif backend == "hopper" and holds(call.query.numel() != 0, True) and holds(call.key.numel() != 0, True):
+    elif backend == "hopper" and call.named and holds(call.query.numel() * call.key.numel() != 0, True):
         from ..launch import hopper
 
         lacks = hopper.limits(call) if hopper.missing is None else []  # else Triton kernels run a graph from elsewhere

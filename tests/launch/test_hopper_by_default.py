@@ -1,5 +1,6 @@
 """Tests that calls on compute capability 9.0 use the Hopper kernels by default, forward and backward."""
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from fusedattn.bench import rows
 
 import fusedattn as fa
-from fusedattn.call.options import override
+from fusedattn.call.options import Call, override
 from fusedattn.dispatch import backends
 from fusedattn.launch import run, tile_table, tuned
 
@@ -42,8 +43,7 @@ def draw(dim, length=300, heads=(8, 8), dtype=torch.bfloat16, batch=2, requires_
     return [x.requires_grad_(requires_grad) for x in (query, key, key.clone())]
 
 
-def explain(*inputs, capability=(9, 0), **options):
-    return fa.explain(*inputs, capability=capability, **options)
+explain = functools.partial(fa.explain, capability=(9, 0))
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 128, 192, 256, 264, 512])
@@ -90,10 +90,7 @@ OTHERS = {  # (inputs, options, backend of the call, reason against the preferre
     "float32": (draw(64, dtype=torch.float32), {}, "triton", "float32"),
     "float64": (draw(64, dtype=torch.float64), {}, "naive", "float64"),
     "an old GPU": (draw(64), dict(capability=(7, 5)), "naive", "7.5, less than 8.0"),
-    **{
-        f"{major}.{minor}": (draw(64), dict(capability=(major, minor)), "triton", "not 9.0")
-        for major, minor in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))
-    },
+    **{f"{n}": (draw(64), dict(capability=n), "triton", "not 9.0") for n in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))},
 }
 
 LONG = [torch.empty(1, 8, 4096, 100, dtype=torch.bfloat16, device="meta") for _ in range(3)]
@@ -140,11 +137,10 @@ def test_calls_whose_backward_others_take(why):
     assert not {*tile_table.BACKWARDS} & {*found.tiles}
 
 
-@pytest.mark.parametrize(
-    "dim, without", [(64, "bias"), (64, "alibi_slopes"), (128, "bias softcap"), (128, "mask seed dropout_p")]
-)
-def test_calls_of_many_options(dim, without):
-    found = explain(*draw(dim), **{name: x for name, x in MOST.items() if name not in without.split()})
+@pytest.mark.parametrize("without", ["64 bias", "64 alibi_slopes", "128 bias softcap", "128 mask seed dropout_p"])
+def test_calls_of_many_options(without):
+    dim, *names = without.split()
+    found = explain(*draw(int(dim)), **{name: x for name, x in MOST.items() if name not in names})
     assert found.backend == "hopper" and not found.backward
 
 
@@ -185,7 +181,7 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
 
 
 @pytest.mark.parametrize(
-    "length, options, warpgroups",
+    "length, options, warpgroups",  # limits measured on an H200 (bench/NOTES.md)
     [
         *((2048, {}, 3), (2047, {}, 2), (8192, CAUSAL, 3), (8191, CAUSAL, 2), (8192, dict(window=(512, 512)), 2)),
         # A side of the window that hides nothing does not count.
@@ -195,7 +191,6 @@ def test_a_named_backend_is_the_one_that_runs_or_raises():
     ids=str,
 )
 def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpgroups):
-    """Long calls with narrow heads use three warpgroups, by limits measured on an H200 (bench/NOTES.md)."""
     assert explain(*draw(64, length), **options).tiles["hopper"].warpgroups == warpgroups
     bias = torch.empty(1, length, device="meta")  # of which a tile has one row
     assert explain(*draw(128, length), bias=bias, **options).tiles["hopper"][:2] == (2, 128)
@@ -203,7 +198,6 @@ def test_long_calls_of_narrow_heads_take_three_warpgroups(length, options, warpg
 
 
 def test_the_answer_is_not_about_the_machine_that_gives_it():
-    """`explain` with a capability accepts tensors on a CPU, and does not change the backend of calls."""
     inputs = [torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for _ in range(3)]
     assert explain(*inputs).backend == "hopper"
     assert fa.explain(*inputs).backend == "cpu"
@@ -217,27 +211,30 @@ def test_a_capability_that_is_none_is_refused(capability):
         fa.explain(*draw(64), capability=capability)
 
 
+COPIED, PART, LENGTH = {2048: "hopper", 500: "forward"}, (False, False, True, "hopper"), torch.ones(2).int()
+GRAPHS = {  # {name: (function, D, {rows: a kernel of calls with so many rows})}; -rows: all of them are 0
+    "kept batches": (lambda x: fa.attention(*[x[x[:, 0, 0, 0] != 0]] * 3), 64, {7: "hopper", -7: None}),
+    "kept rows": (lambda x: fa.attention(*[x[:, :, x[0, 0, :, 0] != 0]] * 3), 64, {7: "hopper", -7: None}),
+    "bias": (lambda x: fa.attention(x, x, x, bias=x @ x.mT), 64, {96: "hopper", 97: "forward", 104: "hopper"}),
+    "D 100": (lambda x: fa.attention(x, x, x), 100, COPIED),
+    "part": (lambda x: torch.ops.fusedattn.forward(*Call(x, x, x, partial=True), *PART)[0], 100, COPIED),
+    "decode": (lambda x: fa.attention_decode(x, x, x, cache_seqlens=LENGTH), 64, {99: "decode_64", 128: "hopper"}),
+}
+
+
 @compiled
-@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "length"])
-def test_graphs_of_sizes_that_depend_on_data_take_it(axis, monkeypatch):
+@pytest.mark.parametrize("name", GRAPHS)
+def test_one_graph_takes_the_kernel_of_each_size(name, monkeypatch):
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def attend(query, key, value, kept):
-        return fa.attention(*(x.index_select(axis, kept.nonzero()[:, 0]) for x in (query, key, value)), causal=True)
-
-    inputs = [torch.randn(5, 4, 7, 64, dtype=torch.bfloat16) for _ in range(3)]
+    (function, dim, kernels), launched, graphs = GRAPHS[name], [], []
+    monkeypatch.setattr(run, "run_kernel", lambda name, *_, **__: launched.append(name))
+    step = torch.compile(function, backend=lambda *x: graphs.append(1) or x[0], fullgraph=True, dynamic=True)
     with absent.gpu(90), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for count in (3, 2, 0):
-            kept = torch.arange(inputs[0].shape[axis]) < count
-            out = torch.compile(attend, backend=backend, fullgraph=True)(*inputs, kept)
-            assert out.shape[axis] == count
-    called = [node for graph in graphs for node in graph.graph.nodes if "fusedattn" in str(node.target)]
-    assert [node.args[-1] for node in called] == ["hopper"]
+        for length, kernel in kernels.items():
+            step(torch.full((2, 2, abs(length), dim), float(length > 0)).bfloat16())
+            assert kernel in (launched or [None]) and ("hopper" in launched) == (kernel == "hopper")
+            launched.clear()
+    assert len(graphs) == 1
 
 
 @compiled
@@ -269,7 +266,7 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
 
 
 def _measured():
-    """Return {(B, Hq, S, D, causal): {pipeline: ms}} of the last run in h200.csv that timed several pipelines."""
+    """Return {case: {pipeline: ms}} of the last run in h200.csv that timed several pipelines."""
     found = {}
     for row in rows.read(RESULTS):
         kind, _, name = row.provider.partition(":hopper/")

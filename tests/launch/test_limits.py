@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 import fusedattn as fa
 from fusedattn.dispatch import backends
+from fusedattn.launch import grids
 
 from ..inside import compiled, fields, interpreted
 from ..offline import absent
@@ -21,8 +22,7 @@ MANY = 70_000  # programs along y or z of a grid are at most 65,535
 
 
 def huge(*shape):
-    """Return a tensor of a given shape with the memory of one element."""
-    return torch.empty(1, dtype=torch.float16).expand(shape)
+    return torch.empty(1, dtype=torch.float16).expand(shape)  # memory of one element
 
 
 def reasons(call, backend="triton"):
@@ -61,6 +61,17 @@ def test_what_passes_32_bits_is_refused(name, device):
 
 
 @interpreted
+def test_a_graph_runs_calls_past_a_limit_on_the_naive_path(monkeypatch, device):
+    monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
+    monkeypatch.setattr(grids, "MOST_POSITIONS", 32)
+    graph = torch.compile(lambda x: fa.attention(x, x, x), fullgraph=True, dynamic=True, backend="eager")
+    x = torch.randn(1, 2, 40, 16, device=device)
+    assert torch.allclose(graph(x[:, :, :8]), fa.attention(*[x[:, :, :8]] * 3, backend="triton"))
+    with pytest.warns(UserWarning, match="rows and keys together exceed"):
+        assert torch.equal(graph(x), fa.attention(x, x, x, backend="naive"))
+
+
+@interpreted
 def test_a_wide_window_does_not_pass_32_bits(device):
     query = torch.ones(1, 1, 1, 16, device=device)
     key = query.expand(-1, -1, 2**30 + 64, -1)
@@ -70,10 +81,7 @@ def test_a_wide_window_does_not_pass_32_bits(device):
 
 @pytest.fixture
 def launched(monkeypatch, tiles):
-    """Return (function that simulates a GPU with a limit of shared memory, list of its launches).
-
-    A tile needs shared memory for its rows once, and for keys and values in each stage.
-    """
+    """Return (function that simulates a GPU with a limit of shared memory, list of its launches)."""
     monkeypatch.setattr(backends, "_on_gpu", lambda call: True)
     tiles.choose(tuple)
     grids = []
@@ -83,6 +91,7 @@ def launched(monkeypatch, tiles):
             names, constants = kernel.src.fn.arg_names, kernel.src.constants
             m, n = (constants.get((names.index(x),), 0) if x in names else 0 for x in ("BLOCK_M", "BLOCK_N"))
             d = constants[(names.index("spec"),)].D if "spec" in names else 0
+            # Shared memory for rows once, and for keys and values in each stage.
             needed = (m + 2 * n * kernel.metadata.num_stages) * max(64, d) * itemsize
             if limit is not None and n and needed > limit:
                 raise OutOfResources(needed, limit, "shared memory")

@@ -86,14 +86,13 @@ WRONG = {
     "forward": of_values(
         dict(left=[-1], right=[-2], scale=[float("nan")], softcap=[0.0], dropout_p=[1.5], seed=[None]) | BACKEND
     ) + [
-        wrong("backend", backend="hopper"), wrong("query", **OFFSETS), wrong("origin", origin=[0, -1, 0, 0, 1]),
+        wrong("backend", backend="hopper", named=True), wrong("query", **OFFSETS), wrong("origin", origin=[-1] * 5),
         wrong("mask_bits", mask_bits=fa.plan(bools(1, 1)).mask_bits.mT.contiguous().mT),
         wrong("need_weights", need_weights=True, partial=True, **{x: DENSE[x].half() for x in [*DENSE][:3]}),
     ],
-    "packed forward": of_values(dict(cu_seqlens_q=[None], cu_seqlens_k=[None]), TypeError) + of_values(
-        dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])
-    ) + [
-        wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)), wrong("query", **DENSE | OFFSETS)
+    "packed forward": of_values(dict.fromkeys(OFFSETS, [None]), TypeError) + [
+        *of_values(dict(max_seqlen_q=[-1, None], max_seqlen_k=[-1, None])), wrong("query", **DENSE | OFFSETS),
+        wrong("cu_seqlens_q", cu_seqlens_q=ints(0), cu_seqlens_k=ints(0)),
     ],
     "backward": of_values(dict(need=[[True] * len(WANTED), [True] * 3]) | BACKEND),
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
@@ -195,7 +194,6 @@ def packed_on_cpu(inputs, offsets, most, need_weights, options):
 @pytest.mark.parametrize("hiding", HIDING)
 @pytest.mark.parametrize("offsets", HOSTILE.values(), ids=HOSTILE)
 def test_wrong_offsets_read_and_write_nothing_outside_on_a_cpu(offsets, hiding):
-    """Calls with wrong offsets neither read nor write memory outside the tokens; offsets are clamped to the ends."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         shapes = (TQ, HQ, D), (TK, HKV, D), (TK, HKV, DV)
         guard, options = Guard(), HIDING[hiding](TQ, TK)

@@ -10,6 +10,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
+from fusedattn.call.options import AssumedGPU, override
 
 from ..close import assert_like
 from ..inside import BACKENDS, HQ, OPTIONS, SK, SQ, D, Seen, by, draw, learned, loss, same
@@ -54,36 +55,36 @@ def test_compile_does_not_recompile_for_each_length(device):
 
 
 def test_compiled_dropout_knows_no_lengths():
-    """Dropout is not compiled again for lengths that are multiples of 16, the size of its blocks of random bits."""
     step = torch.compile(lambda x: fa.attention(x, x, x, dropout_p=0.3), fullgraph=True, backend="eager")
-    for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):
+    for length in (16, 32, 48, 64, 96, 128, 176, 33, 47, 5):  # random bits have blocks of 16
         assert step(torch.randn(1, 2, length, 16)).shape == (1, 2, length, 16)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert not torch.equal(*(step(torch.ones(1, 2, 33, 16)) for _ in range(2)))  # each call draws a seed
 
 
-def test_an_export_of_dropout_takes_any_lengths():
+@pytest.mark.parametrize("capability", [None, 80, 90])
+def test_an_export_takes_any_lengths(capability):
     class Attend(torch.nn.Module):
         def forward(self, query, key):
-            return fa.attention(query, key, key, dropout_p=0.3, seed=5)
+            out = fa.attention(query, key, key, bias=query @ key.mT, dropout_p=0.3, seed=5)
+            return out, fa.attention_decode(query, key, key, cache_seqlens=torch.full((1,), 3).int())
 
-    given = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 37, 8)
+    given = torch.randn(1, 2, 20, 9), torch.randn(1, 2, 37, 9)
     rows, keys = torch.export.Dim("rows"), torch.export.Dim("keys")
-    exported = torch.export.export(Attend(), given, dynamic_shapes=({2: rows}, {2: keys})).module()
-    for sq, sk in ((20, 37), (32, 16), (5, 70)):
-        given = torch.randn(1, 2, sq, 8), torch.randn(1, 2, sk, 8)
-        same([exported(*given)], [Attend()(*given)])
+    with override(gpu=capability and AssumedGPU(capability)):
+        exported = torch.export.export(Attend(), given, dynamic_shapes=({2: rows}, {2: keys})).module()
+    for sq, sk in () if capability else ((20, 37), (32, 16), (5, 70)):
+        given = torch.randn(1, 2, sq, 9), torch.randn(1, 2, sk, 9)
+        same(exported(*given), Attend()(*given))
 
 
 OPEN = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
 
+GROUPED = dict(num_heads=4, num_kv_heads=2)
 EXPORTED = {  # {name: (options of a module, True if it returns weights)}; narrow heads differentiate few keys otherwise
-    "softcap": (dict(num_heads=4, num_kv_heads=2, softcap=3.0), True),
-    "plain": (dict(num_heads=4, num_kv_heads=2), True),
-    "triton": (dict(num_heads=4, num_kv_heads=2, backend="triton"), True),
-    "wide": (dict(num_heads=1), False),
-    "narrow": (dict(num_heads=2), False),
-}
+    "softcap": (GROUPED | dict(softcap=3.0), True), "triton": (GROUPED | dict(backend="triton"), True),
+    "plain": (GROUPED, True), "wide": (dict(num_heads=1), False), "narrow": (dict(num_heads=2), False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options, weights", EXPORTED.values(), ids=EXPORTED)
@@ -103,8 +104,7 @@ def test_an_export_of_a_module_takes_any_length(traced, gradients, options, weig
 
 @pytest.mark.parametrize("backend, dropout_p", [(None, 0.0), (None, 0.3), ("naive", 0.0)])
 def test_a_checkpoint_may_keep_products(backend, dropout_p):
-    """A checkpoint may keep matrix products: attention writes to none of them, which would make torch raise."""
-    keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    keep = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]  # torch raises if attention writes to their results
     contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, keep)
     inputs = draw("cpu", sq=33, sk=33, requires_grad=True)
 
@@ -225,12 +225,11 @@ def test_a_mode_sees_each_operator_and_a_negated_view_is_read_as_such(backend, d
 
 @pytest.mark.matrix
 def test_a_compiler_drops_the_same(device):
-    """Compiled dropout drops the weights that eager drops, although Inductor's C++ assumes no integer overflow."""
     if device == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
     x = torch.randn(1, 2, 40, 16, device=device)
 
-    def visible(x):
+    def visible(x):  # Inductor's C++ assumes no integer overflow
         return fa.attention(x, x, x, dropout_p=0.4, seed=2**62 + 12345, backend="naive", return_weights=True)[1] > 0
 
     assert torch.equal(torch.compile(visible)(x), visible(x))

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.decorators import mark_unbacked
 
 import fusedattn as fa
+from fusedattn.call.options import AssumedGPU, override
 from fusedattn.compat import flash_attn, torch as drop_in
 
 from ..close import assert_like
@@ -56,10 +57,10 @@ def decode(query, keys, values, lengths, backend=None):
 
 
 def caches():
-    lengths = torch.tensor([3, 12, 9], dtype=torch.int32), (0,)
-    return [(torch.randn(B, H, rows, D), (0,)) for rows in (1, S, S)] + [lengths]
+    return [*((torch.randn(B, H, rows, D), (0,)) for rows in (1, S, S)), (torch.tensor([3, 12, 9]).int(), (0,))]
 
 
+sdpa, ROWS = drop_in.scaled_dot_product_attention, (draw(B, S, 2 * D), (0, 1))
 # {name: (function, [(tensor, its dimensions of data-dependent size)])}
 CASES = {
     "key mask": (lambda *x: attend(*x[:3], key_mask=x[3], causal=True), [*dense(), (mask(B, S), (0, 1))]),
@@ -67,29 +68,25 @@ CASES = {
     "slopes": (lambda *x: attend(*x[:3], slopes=x[3]), [*dense(), (draw(B, H), (0,))]),
     "bias, triton": (lambda *x: attend(*x[:3], "triton", bias=x[3]), [*dense(), (draw(B, H, S, S), (0, 2, 3))]),
     "decode, triton": (functools.partial(decode, backend="triton"), caches()),
-    "sdpa": (lambda *x: drop_in.scaled_dot_product_attention(*x, is_causal=True), dense()),
+    "sdpa": (functools.partial(sdpa, is_causal=True), dense()),
     "decode": (decode, caches()),
-    "sdpa mask": (drop_in.scaled_dot_product_attention, [*dense(), (mask(B, 1, S, S), (0, 2, 3))]),
-    "sdpa groups": (
-        lambda *x: drop_in.scaled_dot_product_attention(*x, enable_gqa=True),
-        [(draw(B, heads, S, D), (0, 2)) for heads in (H, 2, 2)],
-    ),
+    "sdpa mask": (sdpa, [*dense(), (mask(B, 1, S, S), (0, 2, 3))]),
+    "sdpa groups": (functools.partial(sdpa, enable_gqa=True), [(draw(B, n, S, D), (0, 2)) for n in (H, 2, 2)]),
     "sdpa, one batch of keys": (
-        drop_in.scaled_dot_product_attention,
+        sdpa,
         [(draw(B, H, S, D), (0, 2)), *((draw(1, H, S, D), (2,)) for _ in range(2)), (mask(1, 1, S, S), (2, 3))],
     ),
     "varlen": (varlen, packed()),
     "flash": (flash_attn.flash_attn_func, [(draw(B, S, H, D), (0, 1)) for _ in range(3)]),
     "varlen key mask": (varlen, [*packed(), (mask(S), (0,))]),
-    "module": (
-        lambda x, key_mask: MODULE(x, key_mask=key_mask)[0],
-        [(draw(B, S, 2 * D), (0, 1)), (mask(B, S), (0, 1))],
-    ),
-    "drop-in module": (
-        lambda x, hidden: DROP_IN(x, x, x, key_padding_mask=hidden)[0],
-        [(draw(B, S, 2 * D), (0, 1)), (~mask(B, S), (0, 1))],
-    ),
+    "module": (lambda x, seen: MODULE(x, key_mask=seen)[0], [ROWS, (mask(B, S), (0, 1))]),
+    "drop-in module": (lambda x, hidden: DROP_IN(x, x, x, key_padding_mask=hidden)[0], [ROWS, (~mask(B, S), (0, 1))]),
     "layer": (LAYER, [(draw(B, S, 2 * D), (0,))]),
+}
+ON_GPUS = {
+    "bias": (lambda *x: attend(*x[:3], bias=x[3]), [*dense(), (draw(B, H, S, S), (0, 2, 3))]),
+    "transposed keys": (lambda q, x: attend(q, x.mT, x.mT), [dense()[0], (draw(B, H, D, S), (0, 3))]),
+    "decode": (decode, [(x, dims if x.dim() == 1 else (0, 2)) for x, dims in caches()]),
 }
 
 
@@ -100,29 +97,38 @@ def results(function, given):
     return [*got, *(torch.autograd.grad(sum(x.clamp(-99, 99).sum() for x in got), needed) if needed else ())]
 
 
+def marked(given):
+    tensors = [x.detach().clone().requires_grad_(x.requires_grad) for x, _ in given]
+    for x, (_, dims) in zip(tensors, given, strict=True):
+        mark_unbacked(x, dims)
+    return tensors
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(7)
 def test_sizes_that_depend_on_data_are_not_guarded_on(name):
     function, given = CASES[name]
-    marked = []
-    for x, dims in given:
-        marked.append(x.detach().clone().requires_grad_(x.requires_grad))
-        for dim in dims:
-            mark_unbacked(marked[-1], dim)
-    got = results(torch.compile(function, fullgraph=True, backend="aot_eager"), marked)
+    got = results(torch.compile(function, fullgraph=True, backend="aot_eager"), marked(given))
     assert_like(got, results, function, [x for x, _ in given])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["bias", "transposed keys", "decode"])
+def test_sizes_that_depend_on_data_are_not_guarded_on_for_a_gpu(name, capability):
+    function, given = ON_GPUS[name]
+    with override(gpu=AssumedGPU(capability)), pytest.raises(ZeroDivisionError):  # by the graph
+        torch.compile(function, fullgraph=True, backend=lambda *_: lambda *_: 1 / 0)(*marked(given))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.one_in(2)
 def test_kept_batches_and_lengths_in_training(compiler):
-    def step(query, key, value, seen, batches, rows, attend=drop_in.scaled_dot_product_attention):
+    def step(query, key, value, seen, batches, rows, attend=sdpa):
         query, key, value = (x[batches][:, :, rows] for x in (query, key, value))
         return attend(query, key, value, seen[batches][:, :, rows][..., rows])
 
     query, key, value = (draw(B, H, S, D) for _ in range(3))
-    kept = torch.tensor([True, False, True]), torch.arange(S) % 3 > 0
-    given = query, key, value, mask(B, 1, S, S), *kept
+    given = query, key, value, mask(B, 1, S, S), torch.tensor([True, False, True]), torch.arange(S) % 3 > 0
     torchs = functools.partial(step, attend=torch.nn.functional.scaled_dot_product_attention)
     got = results(torch.compile(step, fullgraph=True, backend=compiler), given)
     assert_like(got, results, torchs, given)
@@ -132,8 +138,7 @@ def test_kept_batches_and_lengths_in_training(compiler):
 def test_an_export_that_keeps_batches_takes_any(strict):
     class Kept(torch.nn.Module):
         def forward(self, query, key_mask, keep):
-            query, key_mask = query[keep], key_mask[keep]
-            return fa.attention(query, query, query, key_mask=key_mask)
+            return fa.attention(*[query[keep]] * 3, key_mask=key_mask[keep])
 
     query, key_mask, first = torch.randn(B, H, S, D), mask(B, S), torch.tensor([True, False, True])
     program = torch.export.export(Kept(), (query, key_mask, first), strict=strict).module()
@@ -143,8 +148,7 @@ def test_an_export_that_keeps_batches_takes_any(strict):
 
 def test_sizes_that_do_not_fit_raise_at_run_time():
     def step(query, key_mask, keep, others):
-        query = query[keep]
-        return fa.attention(query, query, query, key_mask=key_mask[others])
+        return fa.attention(*[query[keep]] * 3, key_mask=key_mask[others])
 
     given = torch.randn(B, H, S, D), mask(B, S), torch.tensor([True, False, True]), torch.tensor([True, True, True])
     with pytest.raises(RuntimeError, match="assertion failed"):
