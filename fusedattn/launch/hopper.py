@@ -205,7 +205,7 @@ def _forward_bytes(call, form, bias):
     elements += 0 if part or columns == columns_v else form.rows * columns_v  # the output tile
     if bias is not None:  # for each warpgroup a tile, or one row of at least 128 bytes
         size = form.keys * bias.element_size()
-        elements += (form.warpgroups * max(size, 128) if bias.shape[2] == 1 else form.rows * size) // 2
+        elements += (form.warpgroups * max(size, 128) if known(bias.shape[2] == 1, True) else form.rows * size) // 2
     ahead = cdiv(forward.TILES_OF_K.value, columns // part if part else 1) if apart else form.stages
     return 2 * elements + _word_bytes(call, form, ahead)
 
