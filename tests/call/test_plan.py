@@ -82,9 +82,8 @@ def test_what_is_hidden_is_not_computed(kind, options, device):
     tensors, _ = Case("skipped", Hkv=1, Sq=rows, Sk=keys, D=64, Dv=64, dtype=torch.float16).draw(device)
     mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=device)
     mask[..., seen:] = False
-    given = dict(mask=mask) if kind == "mask" else dict(mask=fa.plan(mask)) if kind == "plan" else {}
-    if kind == "bias":
-        given = dict(bias=torch.zeros(mask.shape, device=device).masked_fill(~mask, float("-inf")))
+    bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, float("-inf"))
+    given = dict(mask=dict(mask=mask), plan=dict(mask=fa.plan(mask)), bias=dict(bias=bias))[kind]
     want = with_gradients(fa.attention, tensors, options | given, backend="triton")
     for name in ("key", "value"):
         tensors[name][:, :, seen:] = float("nan")
@@ -126,6 +125,15 @@ def test_a_plan_is_looked_at_once(device, launched):
     assert marked() == 0
     fa.attention(query, query, query, mask=mask, backend="triton").sum().backward()
     assert marked() == 1  # the backward uses the forward's block mask
+
+
+def test_an_export_makes_plans_of_any_batch():
+    class Planned(torch.nn.Module):
+        forward = staticmethod(lambda mask: fa.plan(mask).mask_bits)
+
+    masks, dims = [torch.rand(n, 9, 9) < 0.5 for n in (2, 14)], {0: torch.export.Dim("batch", min=2, max=99)}
+    exported = torch.export.export(Planned(), (masks[0],), dynamic_shapes=dict(mask=dims)).module()
+    assert [len(exported(x)) for x in masks] == [16, 32]
 
 
 def test_a_plan_in_modules_compiled_code_and_torch_func(device):
