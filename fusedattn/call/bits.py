@@ -29,14 +29,15 @@ def _words(blocks: Tensor) -> Tensor:
 
 def _lengths(n: int, size: int, device: torch.device) -> Tensor:
     """Return how many of n rows or keys each block has."""
-    return (n - torch.arange(0, n, size, device=device)).clamp(max=size)
+    return (n - torch.arange(-(-n // size), device=device) * size).clamp(max=size)
 
 
 def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return (a mask (B, H, rows, keys) as blocks (B, H, down, across, size, size), count of visible pairs in each)."""
     batch, heads, rows, keys = mask.shape
     down, across = -(-rows // size), -(-keys // size)
-    mask = pad(mask, (0, across * size - keys, 0, down * size - rows)) if rows % size or keys % size else mask
+    if is_compiling() or rows % size or keys % size:  # compiled code would guard on the remainders
+        mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
     mask = mask.contiguous().view(batch, heads, down, size, across * size)
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)
@@ -97,7 +98,8 @@ def pack(pairs: Callable[..., Tensor], shape: Sequence[int], size: int, device: 
 
 
 def _aligned(constant: Tensor, words: Tensor) -> Tensor:
-    return torch.cat([constant, words, words.new_zeros(-(len(words) + CONSTANT) % ALIGNED, words.shape[1])])
+    found = torch.cat([constant, words])
+    return pad(found, (0, 0, 0, -found.shape[0] % ALIGNED))  # torch.export would fix a len()
 
 
 def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, size: int) -> Tensor:

@@ -120,7 +120,8 @@ def _plan(options: dict[str, Any]) -> Any:
         part = dict(batch_size=batches.stop - batches.start, kv_length=keys.stop - keys.start)
         part |= dict(kv_offset=options.get("kv_offset", 0) + keys.start)
         part |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        part |= dict(mask_function=lambda b, *at: function(b + batches.start, *at))
+        start = batches.start  # in a closure, torch.compile would guard on the whole slice
+        part |= dict(mask_function=lambda b, *at: function(b + start, *at))
         part |= dict(attention_mask=None if padding is None else padding[batches])
         if positions is None:
             part |= dict(q_length=rows.stop - rows.start, q_offset=options.get("q_offset", 0) + rows.start)

@@ -37,7 +37,8 @@ def register(name: str = "fusedattn", masks: str = "dense") -> None:
     replaced by a function that is not a method of its classes, or if the name was written into a config by hand.
 
     generate_batch() takes no registered name. output_attentions=True returns weights in models that pass the keyword
-    to attention; for others, such as GPT-2, set it in the config.
+    to attention; for others, such as GPT-2, build the model from a config with output_attentions=True, or use eager.
+    transformers builds each model as "eager" first, so its warnings may name "eager" or "sdpa" instead of `name`.
 
     Args:
         name: the attn_implementation to add.

@@ -285,7 +285,7 @@ def additive(call: Call, where: Rectangle, less: float | Tensor = 0.0) -> Tensor
     seen = pairs.visible(call._replace(bias=None, query_mask=None), block)  # `terms` have the -inf of a bias
     if isinstance(less, Tensor):
         terms.append(-less)
-    elif seen is not None and not terms:
+    elif seen is not None and not terms and seen.numel() > CALL:
         # 1 - 1 / seen is 0 or -inf: torch.where takes 1.2 to 5 times as long. A true byte may be larger than 1.
         ones = seen.view(torch.uint8).clamp_max(1).to(wide)
         return ones.reciprocal_().neg_().add_(1.0 - less)

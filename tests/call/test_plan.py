@@ -79,13 +79,11 @@ def test_what_is_hidden_is_not_computed(kind, options, device):
         pytest.skip("the tiles of a GPU are tried with a plan alone")
     rows, keys, seen = (40, 96, 64) if device == "cpu" else (1024, 1024, 640)  # a GPU has larger tiles
     tensors, _ = Case("skipped", Hkv=1, Sq=rows, Sk=keys, D=64, Dv=64, dtype=torch.float16).draw(device)
-    mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=device)
-    mask[..., seen:] = False
+    mask = (torch.arange(keys, device=device) < seen).expand(1, 1, rows, keys).contiguous()
     bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, float("-inf"))
     given = dict(mask=dict(mask=mask), plan=dict(mask=fa.plan(mask)), bias=dict(bias=bias))[kind]
     want = with_gradients(fa.attention, tensors, options | given, backend="triton")
-    for name in ("key", "value"):
-        tensors[name][:, :, seen:] = float("nan")
+    tensors["key"][:, :, seen:] = tensors["value"][:, :, seen:] = float("nan")
     got = with_gradients(fa.attention, tensors, options | given, backend="triton")
     assert all(torch.equal(got[name], want[name]) for name in want)
     assert all((got[name][:, :, seen:] == 0).all() for name in ("key", "value"))
@@ -118,8 +116,7 @@ def test_a_bias_gradient_leaves_out_no_block_that_another_plane_sees(shape, devi
 def test_a_plan_is_looked_at_once(device, launched):
     marked = lambda: [name for name, _ in launched].count("block_mask")  # noqa: E731
     query = torch.randn(1, 1, 20, 16, device=device, requires_grad=True)
-    mask = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
-    plan = fa.plan(mask)
+    plan = fa.plan(mask := torch.ones(20, 20, dtype=torch.bool, device=device).tril())
     for _ in range(3):
         fa.attention(query, query, query, mask=plan, backend="triton").sum().backward()
     assert marked() == 0
@@ -127,13 +124,19 @@ def test_a_plan_is_looked_at_once(device, launched):
     assert marked() == 1  # the backward uses the forward's block mask
 
 
-def test_a_plan_in_modules_compiled_code_and_torch_func(device):
+def test_a_plan_in_modules_compiled_code_exports_and_torch_func(device):
     layer = fa.MultiHeadAttention(16, 2, device=device, backend="triton")
     x, mask = torch.randn(2, 20, 16, device=device), torch.rand(2, 20, 20, device=device) < 0.5
-    plan = fa.plan(mask)
-    assert torch.equal(layer(x, mask=plan)[0], layer(x, mask=mask)[0])
+    assert torch.equal(layer(x, mask=fa.plan(mask))[0], layer(x, mask=mask)[0])
     inside = torch.compile(lambda x, mask: layer(x, mask=fa.plan(mask))[0], fullgraph=True, backend="aot_eager")
     assert torch.equal(inside(x, mask), layer(x, mask=mask)[0])
+
+    class Planned(torch.nn.Module):
+        forward = staticmethod(lambda mask: fa.plan(mask).mask_bits)
+
+    masks, dims = [torch.rand(n, 9, 9) < 0.5 for n in (2, 14)], {0: torch.export.Dim("batch", min=2, max=99)}
+    exported = torch.export.export(Planned(), (masks[0],), dynamic_shapes=dict(mask=dims)).module()
+    assert [len(exported(x)) for x in masks] == [16, 32]
     many, square = torch.randn(3, 2, 4, 20, 16, device=device), fa.plan(mask[0])
     got = torch.vmap(lambda q: fa.attention(q, q, q, mask=square, backend="triton"))(many)
     assert_like(got, lambda: torch.stack([fa.reference.eager(q, q, q, mask=mask[0]) for q in many]))

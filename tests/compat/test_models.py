@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import fusedattn as fa
 from fusedattn.compat import transformers as compat
@@ -78,13 +79,27 @@ def test_no_mask_of_all_pairs_is_made(name, monkeypatch):
         assert largest < pairs / 2 if implementation == "blocks" else largest >= pairs
 
 
+def test_compiled_code_makes_plans_of_any_size_once():
+    model, counter, mask = model_of("Llama"), CompileCounter(), transformers.AttentionMaskInterface()["blocks"]
+    model.set_attn_implementation("blocks")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def made(shown):
+        batch, length = shown.shape
+        rows = dict(q_length=length) if MAJOR > 4 else dict(cache_position=torch.arange(length))
+        return mask(batch_size=batch, kv_length=length, attention_mask=shown, config=model.config, **rows).block_mask
+
+    for sizes in ((2, 9), (3, 13), (4, 16)):  # a block in Triton's interpreter has 16 rows
+        assert len(made(torch.ones(sizes, dtype=torch.bool))) == sizes[0]
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("name, width", [("Gemma 4", 512), ("DeepSeek-V3", 192)])
 @pytest.mark.one_in(2)
 def test_wide_heads_by_kernels(name, width, device, monkeypatch):
     widths = []
-    monkeypatch.setattr(
-        compat, "attention", lambda *x, **options: widths.append(x[0].shape[3]) or fa.attention(*x, **options)
-    )
+    attention = lambda *x, **options: widths.append(x[0].shape[3]) or fa.attention(*x, **options)  # noqa: E731
+    monkeypatch.setattr(compat, "attention", attention)
     model = copy.deepcopy(model_of(name)).to(device)
     inputs = {key: x.to(device) for key, x in inputs_of(BY_NAME[name], padded=True).items()}
     want, exact = outcome(model, "eager", inputs), exactly(outcome, model, "eager", inputs)
@@ -115,16 +130,13 @@ GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[2
 def test_generated_tokens_are_eagers(family, name, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")
-    model, inputs = model_of(family.name), inputs_of(family, padded)
-    for key in ("labels", "decoder_attention_mask"):
-        inputs.pop(key, None)
+    model, left_out = model_of(family.name), ("labels", "decoder_attention_mask")
+    inputs = {key: x for key, x in inputs_of(family, padded).items() if key not in left_out}
     want, want_scores = generated(model, "eager", inputs, **CACHES[case])
     assert not calls
     got, scores = generated(model, name, inputs, **CACHES[case])
-    assert calls and len(scores) == 6
-    assert torch.equal(got, want)
     tokens_too, exact = exactly(generated, model, "eager", inputs, **CACHES[case])
-    assert torch.equal(tokens_too, want)
+    assert calls and len(scores) == 6 and torch.equal(got, want) and torch.equal(tokens_too, want)
     assert_as_good(scores, want_scores, exact)
 
 
@@ -148,16 +160,12 @@ def test_layers_that_share_keys_may_be_handed_the_last_rows_alone(name, calls):
         model.set_attn_implementation(name)
         with torch.no_grad():
             results = model(x, use_cache=False, logits_to_keep=3).logits.flatten()
-        generate = functools.partial(model.generate, max_new_tokens=4, do_sample=False, output_scores=True)
-        generate = functools.partial(generate, return_dict_in_generate=True)
         for more in (dict(inputs=x, cache_implementation="static"), dict(inputs=repeating, prompt_lookup_num_tokens=3)):
-            made = generate(**more)
-            results = torch.cat((results, made.sequences.flatten(), torch.cat(made.scores).flatten()))
+            results = torch.cat((results, *map(torch.flatten, generated(model, name, more))))
         return results
 
-    got, want = found(model, name), found(model, "eager")
+    assert_as_good(found(model, name), found(model, "eager"), exactly(found, model, "eager"))
     assert calls
-    assert_as_good(got, want, exactly(found, model, "eager"))
 
 
 @pytest.mark.parametrize("name", ["Llama", "BERT"])
@@ -189,10 +197,7 @@ def test_packed_sequences_do_not_see_each_other(given, name):
     of = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=6, max_length_k=6)
     positions = dict(position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
     packed = dict(offsets=of, positions=positions, both=of | positions)[given]
-
-    def alone(model):
-        return torch.cat([model(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
-
+    alone = lambda model: torch.cat([model(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)  # noqa: E731
     model.set_attn_implementation("eager")
     want, exact = alone(model), exactly(alone, model)
     model.set_attn_implementation(name)
