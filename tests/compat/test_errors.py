@@ -94,7 +94,6 @@ WRONG = [
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: f"{row[0]}, {row[2]}")
 def test_errors_name_the_arguments_of_the_original(row):
-    """Errors name the arguments of the original function; tests/test_hostile.py has values of all other kinds."""
     name, error, argument, wrong, *more = row
     function = OTHERS.get(name) or getattr(flash, name)
     function(**CALLS[name])

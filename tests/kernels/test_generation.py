@@ -37,7 +37,6 @@ def test_a_naive_call_is_as_good_as_eager(case, device):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", caches.PAIRS, ids=lambda case: case.name)
 def test_pairs_of_options(case, device, backend, poison, tiles):
-    """Pairs of options are right if one program reads all keys of a sequence; other tests split the keys."""
     tiles.splits(1)
     check(case, device, backend)
 

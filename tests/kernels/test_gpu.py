@@ -156,7 +156,6 @@ def test_options_in_many_tiles(name, dim, cuda, poison):
 
 
 def test_a_document_mask_with_a_plan(cuda, two_passes):
-    """A document mask as a plan is right for tiles larger than the plan's blocks."""
     case = Case("documents", B=2, Hq=4, Hkv=2, Sq=1024, Sk=1024, D=64, Dv=64, dtype=torch.bfloat16)
     tensors, options = case.draw(cuda)
     document = torch.arange(1024, device=cuda) // 300

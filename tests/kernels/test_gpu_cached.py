@@ -42,7 +42,6 @@ def judged(arguments, **options):
 
 @pytest.mark.parametrize("number", range(2 * len(DIMS)), ids=lambda number: f"D {DIMS[number // 2]}, {number % 2}")
 def test_head_dimensions(number, cuda, poison):
-    """Each head dimension is right with two of four layouts of the cache."""
     dtype = (torch.bfloat16, torch.float16, torch.float32)[number // 2 % 3]
     judged(filled(cuda, dim=DIMS[number // 2], dtype=dtype, page=(None, 16, 256, 48)[(number + number // 4 * 2) % 4]))
 

@@ -141,7 +141,6 @@ def test_each_backward_at_a_ragged_shape(band, width, cuda, tiles, passes, poiso
     "options", [dict(causal=True, align="top_left"), dict(window=(40, 9))], ids=["causal", "window"]
 )
 def test_backwards_of_head_dimensions(options, number, cuda, passes, poison, names):
-    """Backwards of all head dimensions are right, with keys that no row sees and rows that see no key."""
     dims = dict(zip(("D", "Dv"), DIMS[number], strict=True))
     case = Case("dims", B=2, Hq=4, Hkv=2, Sq=190, Sk=331, dtype=HALF[number % 2], **options, **dims)
     passes(1)

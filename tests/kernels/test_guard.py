@@ -124,7 +124,6 @@ CACHED = [
 @pytest.mark.parametrize("case", one_in(5, named(CACHED)))
 @pytest.mark.one_in(2)
 def test_caches(case, backend, monkeypatch):
-    """A call with a cache changes only the slots of the new keys and values, and no memory around its tensors."""
     arguments = case.draw()
     results = fa.attention_decode(**arguments, return_lse=True, backend=backend)
     for fill, gap in GUARDS:

@@ -86,7 +86,6 @@ def test_equal_lengths_are_a_batch_bit_for_bit(options, device, two_passes):
 @pytest.mark.parametrize("way", ["two passes", "one pass", "copy engine", "naive"])
 @pytest.mark.one_in(2)
 def test_a_sequence_does_not_see_its_neighbours(way, device, passes, tiles):
-    """Results of a packed sequence do not depend on its neighbours, even if one pass adds whole tiles of dq."""
     backend = "naive" if way == "naive" else "triton"
     passes(1 + (way == "two passes"))
     if way == "copy engine" and device == "cpu":
@@ -191,7 +190,6 @@ WRONG = [(0, 80, 0, 80), (0, 30, 10, 80), (5, 10, 20, 30), (-9, 50, 90, 2**31 - 
 
 @pytest.mark.parametrize("wrong, most", sample.one_in(9, sample.product(WRONG, [None, (17, 19), (0, 19), (17, 0)])))
 def test_wrong_offsets_write_nothing_outside(wrong, most, device, unchecked, monkeypatch):
-    """Calls with wrong offsets write nothing outside their tensors, if offsets are not checked, as on a GPU."""
     if device == "cuda":
         pytest.skip("test_gpu_packed tests this")
     guard = Guard(PLAUSIBLE)

@@ -53,7 +53,6 @@ def graded(step, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_by_name_is_not_computed_again(name, compiled, device, launched, record_after):
-    """A call whose results a checkpoint keeps runs its forward once."""
     record_after(None)  # so that each launch is seen
     if compiled and name != "plain":
         pytest.skip("one call is enough")

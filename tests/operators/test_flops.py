@@ -108,7 +108,6 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("what", ["forward and backward", "backward", "decode", "an exported program"])
 def test_a_counter_that_is_imported_later_counts(what, backend, device, monkeypatch):
-    """Torch's FLOP counter counts if it is imported again, after the package and other calls."""
     monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
     monkeypatch.setattr(torch.utils, "flop_counter", None)
     module = importlib.import_module("torch.utils.flop_counter")

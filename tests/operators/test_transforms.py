@@ -157,7 +157,6 @@ def test_transforms_of_compiled_functions(transform, name, backend, device):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_gradients_by_sample(dropout, backend, device):
-    """Gradients of a module's parameters per sample are right; randomness="same" drops the same in each sample."""
     layer = fa.MultiHeadAttention(D, HQ, num_kv_heads=HKV, causal=True, backend=backend, device=device)
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     x = torch.randn(3, SK, D, device=device)
@@ -196,7 +195,6 @@ LENGTHS = {"rows": ((5, 3), (4, 4), (0, 8)), "keys": ((4, 5), (6, 3), (9, 0))}
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.one_in(5)
 def test_mapped_derivatives_of_packed_sequences(dropout, second, backend, device):
-    """Mapped calls with different lengths have right derivatives, and the dropout bits of one joint call."""
     generator = torch.Generator().manual_seed(4)
     dtype, error = (torch.float32, 1e-4) if (backend, device) == ("triton", "cuda") else (torch.float64, 1e-9)
     drawn = (torch.randn(3, n, HQ, 4, generator=generator).to(device, dtype) for n in (8, 9, 9, 8))

@@ -62,7 +62,6 @@ def test_sinks_of_packed_sequences(backend, lengths, dims, mode, device):
 @pytest.mark.parametrize("slopes", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "cpu", "naive"])
 def test_the_gradient_of_value_alone_from_the_lse_as_well(backend, slopes, device):
-    """Mapped gradients of value do not change if the loss includes lse, which does not depend on value."""
     query, key, value = (torch.randn(2, 1, 2, 5, 16, device=device) for _ in range(3))
     slopes = slopes and backend != "cpu"
     options = dict(alibi_slopes=torch.rand(2, device=device), dropout_p=0.3, seed=3) if slopes else {}
