@@ -15,7 +15,7 @@ from .rules import check_options, check_query_key_value
 
 def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) -> None:
     """Raise if offsets or maximum lengths are wrong. values: also check the values of offsets on a CPU."""
-    of_query: Any = lengths.cu_seqlens_q
+    sides = []
     for side, tensor, rows in (("q", "query", lengths.rows), ("k", "key", lengths.keys)):
         name, longest_name = f"cu_seqlens_{side}", f"max_seqlen_{side}"
         offsets, most = getattr(lengths, name), getattr(lengths, longest_name)
@@ -28,9 +28,12 @@ def check_lengths(lengths: Lengths, device: torch.device, values: bool = False) 
             fail(TypeError, longest_name, "an int or None", type_name(most))
         if most is not None and (holds(most < 0, False) or holds(most >= 2**31, False)):
             fail(ValueError, longest_name, "a length of 0 or more, below 2**31", most)
-        if not checks.is_size(offsets.shape[0], count := of_query.shape[0]):
-            fail(ValueError, name, f"{count} offsets, as cu_seqlens_q has", offsets.shape[0])
-        if not (values and is_known(offsets)):
+        sides.append((name, longest_name, tensor, offsets, rows, most))
+    count, count_k = (offsets.shape[0] for *_, offsets, _, _ in sides)
+    if not checks.is_size(count_k, count):
+        fail(ValueError, "cu_seqlens_k", f"{count} offsets, as cu_seqlens_q has", count_k)
+    for name, longest_name, tensor, offsets, rows, most in sides if values else ():
+        if not is_known(offsets):
             continue
         first, *rest = known = offsets.tolist()
         if first != 0:

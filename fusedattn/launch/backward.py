@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from triton import cdiv
 
-from ..call.options import ATTENDED, INPUTS, Call, lengths_of, sizes
+from ..call.options import ATTENDED, INPUTS, Call, lengths_of, sizes, wide_dtype
 from ..call.padding import padding
 from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
@@ -170,19 +170,27 @@ def _postprocess(p, query_sums, grad_query, form):
 
 def _dbias(p, grad_bias):
     (batches, query_heads, rows, keys), (batch, heads), size = sizes(p.call), grad_bias.shape[:2], blocks.BLOCK
+    # If all batches share a bias of few tiles, sum parts of them, so that there are programs for the whole GPU.
+    tiles = max(1, batch * heads * cdiv(rows, size) * cdiv(keys, size))
+    few = 1 if batch > 1 else cdiv(run.multiprocessors(run.device_of(p.call.query)), tiles)
+    parts = next(n for n in range(max(1, min(few, batches)), 0, -1) if batches % n == 0)
+    shape = max(batch, parts), heads, rows, keys
+    sums = grad_bias if parts == 1 else grad_bias.new_empty(shape, dtype=wide_dtype(p.call.query.dtype))
     some = (p.call.block_mask != EMPTY.value).to(torch.int32)
     some = some if batch == batches else some.amax(0, keepdim=True)
     some = some if heads == query_heads else some.amax(1, keepdim=True)
-    some = some.expand(batch, heads, cdiv(rows, size), cdiv(keys, size))
+    some = some.expand(*shape[:2], cdiv(rows, size), cdiv(keys, size))
     launched = dict(p.launched)
     incoming = Incoming(*(launched.pop(name) for name in ("GradOut", "GradWeights", "Rows")))
-    launched |= dict(incoming=incoming, GradBias=arguments.of(grad_bias), block_mask=arguments.of(some))
-    launched |= dict(batches=batches // batch, bias_heads=heads, max_seqlen_q=rows, max_seqlen_k=keys)
+    launched |= dict(incoming=incoming, GradBias=arguments.of(sums), block_mask=arguments.of(some))
+    launched |= dict(batches=batches // shape[0], bias_heads=heads, max_seqlen_q=rows, max_seqlen_k=keys)
 
     def programs(tile):
-        return cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * batch * heads
+        return cdiv(rows, tile.rows) * cdiv(keys, tile.keys) * shape[0] * heads
 
     run.run_tiled("dbias", p.call, programs, launched, lambda tile: dict(extents=blocks.extents(lengths_of(p.call))))
+    if parts > 1:
+        grad_bias.copy_(sums.sum(0, keepdim=True))
 
 
 def _add_up(p, by_row, by_key, grads):
