@@ -118,9 +118,9 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on query's device, not decreasing, from 0 to Tq and Tk. Sequence b
             has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and keys likewise; it may be empty. Offsets on a
             GPU are not checked: wrong ones give wrong results, but no access out of bounds.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. If absent, the host reads the lengths, with a GPU sync.
-            Under fullgraph=True, calls with mask, bias, key_mask or return_weights raise without them. On a GPU, such
-            calls ignore rows past the bounds, and so does the naive path.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Only mask, bias, key_mask, return_weights and the naive
+            path need them. If they are absent, the host then reads the lengths, with a GPU sync; under fullgraph=True
+            those four options raise. On a GPU, calls that need bounds ignore rows past them.
         mask, bias: as in `attention`, broadcasting to (n, Hq, max_seqlen_q, max_seqlen_k). A plan has no token masks.
         key_mask, query_mask: bool (Tk,) and (Tq,), True = a real token; otherwise as in `attention`.
         alibi_slopes: floating (Hq,) or (n, Hq).

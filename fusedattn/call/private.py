@@ -71,7 +71,7 @@ def holds(condition: Any, otherwise: bool) -> bool:
 
 
 def known(condition: Any, otherwise: bool) -> bool:
-    """Return what `holds` returns, but without a guard: `otherwise` unless a graph has one answer for all its sizes."""
+    """Return whether the condition holds for all sizes of a graph; `otherwise` if it depends on them. Add no guard."""
     if condition is True or condition is False:
         return condition
     if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):

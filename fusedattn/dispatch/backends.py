@@ -230,8 +230,9 @@ def _backend_here(call: Call, backend: str, has_caches: bool) -> str:
     """Return the backend for an operator's call that has one of another device. Raise if the caller named it."""
     if backend != "cpu" and not machine_reasons(_device(call)):  # in Triton's interpreter
         return backend
-    name = choose(call, False, backend if call.named else None).name
-    return "triton" if has_caches and name != "cpu" else name  # with caches, operators take "naive" only as a fallback
+    if has_caches and backend == "cpu" and not call.named:
+        return "triton"
+    return choose(call, False, backend if call.named else None).name
 
 
 namespace.backend_here = _backend_here

@@ -126,8 +126,8 @@ def prepared(
         # The number of keys on all ranks is not known yet.
         keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
-        of_shard = Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
-        check_options(Arguments(call.query, call.key, call.value, **{name: x}), sizes or of_shard)
+        its_sizes = sizes or Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
+        check_options(Arguments(call.query, call.key, call.value, **{name: x}), its_sizes)
     return call._replace(**{name: in_full(name, x) for name, x in options.items()})
 
 

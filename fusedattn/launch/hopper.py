@@ -100,10 +100,11 @@ def _pays_copies(call):
 
 
 def _odd(call, *names):
-    """Return a sentence per tensor of a width that TMA cannot read or write, unless copies are cheap."""
+    """Return a sentence per tensor whose columns TMA can neither read nor write; [] if copies are cheap."""
     odd = {name: size for name in names if (size := getattr(call, name).shape[3]) % 8}
-    said = {} if odd and _pays_copies(call) else odd
-    return [f"the head dimension of {name} is {size}, not a multiple of 8" for name, size in said.items()]
+    if odd and _pays_copies(call):
+        return []
+    return [f"the head dimension of {name} is {size}, not a multiple of 8" for name, size in odd.items()]
 
 
 def is_copied(call: Call) -> bool:

@@ -40,7 +40,7 @@ def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[T
 
 
 def _append(decode: Decode, backend: str) -> None:
-    if backend == "cpu":
+    if backend in ("cpu", "naive"):
         naive_decode.append(decode)
         return
     from ..launch.decode import launch_append
@@ -61,9 +61,16 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     if backend == "cpu":
         out, lse = cpu_decode.attend(decode)
         return out, lse.contiguous() if need_lse else lse.new_empty(0)
-    query = decode.call.query
+    query, (out, lse, _) = decode.call.query, new_results(decode.call, need_lse, False)
+
+    def naive():
+        fill((out, lse), formula.run_padded(naive_decode.dense(decode), need_lse, False))
+
     if not query.numel() or not decode.value_cache.shape[3]:
-        return new_results(decode.call, need_lse, False)[:2]
+        return out, lse
+    if backend == "naive":
+        naive()
+        return out, lse
     from ..launch import decode as launch, forward, hopper, run
 
     def record(recorder, bare):
@@ -79,17 +86,12 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
     if found is not None:
         return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
-    out, lse = results = new_results(decode.call, need_lse, False)[:2]
-
-    def naive():
-        fill(results, formula.run_padded(naive_decode.dense(decode), need_lse, False))
-
     launches = [lambda: launch.launch_decode(out, lse, decode)]
     if on_hopper:
         call, own = naive_decode.rotated_query(decode), lse if need_lse else None
         launches.insert(0, lambda: forward.launch_on_hopper(out, own, None, call, decode))
     by_kernel(decode.call, launches, naive)
-    return results
+    return out, lse
 
 
 def _decode(*arguments):

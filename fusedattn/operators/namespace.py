@@ -20,7 +20,8 @@ LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as t
 OPERATORS = getattr(torch.ops, NAME)
 _Run = Callable[..., Any]
 _FOREIGN = {"cpu": KERNELS, "cuda": ("cpu",)}  # {device: backends of another device}
-# Returns a backend for (call, one of another device, whether the call has caches). dispatch/backends.py sets it.
+# Takes (call, backend of another device, whether the call has caches); returns a backend of the call's device.
+# dispatch/backends.py sets it.
 backend_here: Callable[[Call, str, bool], str] | None = None
 
 
@@ -48,7 +49,7 @@ def register(
     passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
 
     def on_device(arguments):
-        """Return the arguments with a backend for their device. torch.export keeps that of the device it ran on."""
+        """Return the arguments with a backend for their device. An exported program has that of its first device."""
         if chosen is None or (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
             return arguments
         fields = dict(query=x, key=x, value=x) | {k: arguments[n] for k, n in places.items() if k in Call._fields}

@@ -67,7 +67,7 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
         checks.check_dtype("block_mask", call.block_mask, dtype, query.device)
         if call.block_mask.dim() != 4 or not broadcasts(call.block_mask, shape):
             fail(ValueError, "block_mask", f"rank 4, broadcastable to {shape}", call.block_mask.shape)
-    check_backend(call, backend, ("naive",) if capacity is None else ())
+    check_backend(call, backend)
 
 
 def _check_packed(call: Call, need_weights: bool) -> None:
@@ -92,8 +92,8 @@ def check_forward(*arguments: Any) -> None:
         fail(ValueError, "need_weights", f"False: parts have no weights in {call.query.dtype}", True)
 
 
-def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
-    if backend not in (known := ("hopper", "triton", "cpu", *also)):
+def check_backend(call: Call, backend: str) -> None:
+    if backend not in (known := ("hopper", "triton", "cpu", "naive")):
         fail(ValueError, "backend", f"one of {', '.join(map(repr, known))}", repr(backend))
     lacks = []
     if backend == "cpu":
@@ -101,7 +101,7 @@ def check_backend(call: Call, backend: str, also: tuple[str, ...] = ()) -> None:
     elif backend == "hopper" and call.named and holds(call.query.numel() * call.key.numel() != 0, True):
         from ..launch import hopper
 
-        lacks = hopper.limits(call) if hopper.missing is None else []  # else Triton kernels run a graph from elsewhere
+        lacks = hopper.limits(call) if hopper.missing is None else []  # else Triton kernels run the call
     if lacks:
         fail(ValueError, "backend", f"another, because {lacks[0]}", repr(backend))
 

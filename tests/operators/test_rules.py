@@ -100,8 +100,8 @@ WRONG = {
     "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
         wrong("mask", **dict.fromkeys(MASKS)), wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
     ],
-    "append": of_values(dict(backend=["naive"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
-    "decode": of_values(dict(backend=["naive"], added=[-1], left=[-1])) + [
+    "append": of_values(dict(backend=["eager"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
+    "decode": of_values(dict(backend=["eager"], added=[-1], left=[-1])) + [
         wrong("key_cache", key_cache=ones(3, 3, 4, D), value_cache=ones(3, 3, 4, DV))
     ],
 }  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_program_exported_without_gradients_has_them_on_any_device(device, mon
         def forward(self, query, key, value, cu_q, cu_k):
             dense, packed = (query, key, value), [x.flatten(0, 1) for x in (query, key, value)]
             caches, new = [x.detach().clone() for x in dense[1:]], query.detach()[:, :, :1]
-            decoded = fa.attention_decode(new, *caches, cache_seqlens=cu_q[:2], new_key=new, new_value=new)
+            decoded = fa.attention_decode(new, *caches, cache_seqlens=cu_q[:2], new_key=new, new_value=new, softcap=5.0)
             outs = fa.attention(*dense, causal=True), fa.attention(*dense, dropout_p=0.3, seed=5)
             return *outs, fa.attention_varlen(*packed, cu_q, cu_k, **LONGEST), decoded
 
