@@ -227,7 +227,7 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
 
 
 def _backend_here(call: Call, backend: str, has_caches: bool) -> str:
-    """Return the backend for an operator's call that has one of another device. Raise if the caller named it."""
+    """Return a backend of this device for a call whose backend is of another device. Raise if the caller named it."""
     if backend != "cpu" and not machine_reasons(_device(call)):  # in Triton's interpreter
         return backend
     if has_caches and backend == "cpu" and not call.named:

@@ -49,7 +49,7 @@ def register(
     passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
 
     def on_device(arguments):
-        """Return the arguments with a backend for their device. An exported program has that of its first device."""
+        """Return the arguments with a backend of their device. An exported program may name that of another device."""
         if chosen is None or (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
             return arguments
         fields = dict(query=x, key=x, value=x) | {k: arguments[n] for k, n in places.items() if k in Call._fields}

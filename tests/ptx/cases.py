@@ -106,7 +106,7 @@ _OPTIONS = dense(
     ("mask of pairs", dict(mask="pairs")),
     ("mask in a plan, a repeated call", dict(mask="pairs", plan=True, times=3)),
     ("mask of pairs D256", dict(mask="pairs", D=256, **SHORT)),
-    ("bias over batch (dbias)", dict(bias="heads", B=2, **SHORT)),
+    ("bias over batch (dbias)", dict(bias="heads", B=4, multiprocessors=16, **SHORT)),  # in two parts
     ("bias of rows", dict(bias="rows")),
     ("bias of keys", dict(bias="keys")),
     ("bias of keys D128", dict(bias="keys", **WIDE)),
