@@ -85,7 +85,7 @@ def test_caches_that_are_written_to():
 
     one_by_one = key.clone(), value.clone()
     want = torch.stack([attend(*x) for x in zip(*one_by_one, new, strict=True)])
-    same([torch.vmap(attend)(key, value, new), key, value], [want, *one_by_one])
+    assert_like([torch.vmap(attend)(key, value, new), key, value], [x.double() for x in (want, *one_by_one)])
 
 
 @pytest.mark.parametrize("backend", [None, "naive"])
@@ -93,8 +93,12 @@ def test_tables_of_pages(backend):
     pages, query = torch.randn(4, 2, 8, 4), torch.randn(1, 2, 3, 4)
     tables = torch.tensor([[[0, 1]], [[3, 2]]], dtype=torch.int32)
     options = dict(cache_seqlens=torch.tensor([11], dtype=torch.int32), backend=backend)
-    attend = lambda table: fa.attention_decode(query, pages, pages, block_table=table, **options)  # noqa: E731
-    same([torch.vmap(attend)(tables)], [torch.stack([attend(table) for table in tables])])
+
+    def attend(table, query, pages):
+        return fa.attention_decode(query, pages, pages, block_table=table, **options)
+
+    want = lambda tables, *given: torch.stack([attend(table, *given) for table in tables])  # noqa: E731
+    assert_like(torch.vmap(attend, (0, None, None))(tables, query, pages), want, tables, query, pages)
 
 
 def test_what_cannot_be_mapped_over_is_named(device):
@@ -109,7 +113,7 @@ def test_what_cannot_be_mapped_over_is_named(device):
     with pytest.raises(NotImplementedError, match="vmap .* new_key"):
         torch.vmap(lambda query, new: decode(query, new, "triton"))(query, new)
     got = torch.vmap(lambda query, new: decode(query, new, None if device == "cpu" else "naive"))(query, new)
-    same([got], [torch.stack([decode(*x, "naive") for x in zip(query, new, strict=True)])])
+    assert_like(got, torch.stack([decode(*x, "naive") for x in zip(query, new, strict=True)]).double())
 
     key_mask, starts = torch.ones(3, 5, dtype=torch.bool, device=device), torch.stack([offsets((2, 3), device)] * 3)
     x = torch.randn(3, 5, 2, 16, device=device)
