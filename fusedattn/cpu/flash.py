@@ -28,7 +28,7 @@ from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from . import tiling
 from .small_k import FEW, FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_of
-from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_widened
+from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_short, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
 SMALL = 2.0**20  # norm of tensors whose products are far from an overflow
@@ -119,6 +119,18 @@ def inputs_of(part: Part, columns: int | None, *grads: Tensor | None) -> list[Te
     return [query, key, value]
 
 
+def centre_of(part: Part, value: Tensor) -> Tensor | None:
+    """Return the `centre` of a part's visible values; None if its backward does not need it. value: of `inputs_of`."""
+    if value.dtype != torch.bfloat16 or is_short(part.call):
+        return None
+    keys = slice(part.begin, part.end)
+    return centre(value[:, :, keys], part.call.key_mask[:, keys] if has_holes(part) else None)
+
+
+def whole(call: Call) -> Part:
+    return Part(call, 0, call.query.shape[2], 0, call.key.shape[2])
+
+
 def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Slice the first tensor to the rows of a rectangle of scores, and all other tensors to its keys."""
     query, *others = tensors
@@ -128,9 +140,9 @@ def cut(where: Rectangle, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [query, *others]
 
 
-def to_wide(call: Call) -> Call:
-    """Cast query, key and value to float32 if the kernel is slow in their dtype."""
-    if not is_widened(call.query.dtype):
+def to_wide(call: Call, always: bool = False) -> Call:
+    """Cast query, key and value to float32 if the kernel is slow in their dtype, or always."""
+    if not (always or is_widened(call.query.dtype)):
         return call
     query, key, value = (x.float() for x in call[:3])
     return call._replace(query=query, key=key, value=value)
@@ -204,11 +216,11 @@ def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
     return call.sinks.to(dtype)[:, :, None] - less
 
 
-def _forward(part: Part, save: bool, less: float) -> Result:
+def of_part(part: Part, save: bool, less: float) -> Result:
     call = part.call
     query, key, value = inputs_of(part, max(call.query.shape[3], call.value.shape[3]))
     out, lse = _of_all_rows(part, (query, key, value), less)
-    common = centre(value[:, :, part.begin : part.end]) if save else None
+    common = centre_of(part, value) if save else None
     kept = out if common is None else _of_all_rows(part, (query, key, value - common), less)[0]
     if call.query_mask is not None:  # before `with_centre`, whose mean must not include hidden rows
         hidden = hidden_by(call.query_mask)
@@ -296,7 +308,7 @@ def at_once(call: Call, biased: bool = False) -> Rectangle | None:
 def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call. save: also compute `kept` for a backward, with the same bits of `out` and `lse`."""
     everything = at_once(call, is_additive(call))
-    if everything is not None and not (save and centre(call.value) is not None):
+    if everything is not None and not (save and centre_of(whole(call), call.value) is not None):
         (query, key, value), shape, less = call[:3], call.query.shape, offset(call)
         added = mask(call, everything, less)
         tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
@@ -314,7 +326,7 @@ def forward(call: Call, save: bool) -> Result:
     like, call = call.query, to_wide(call)
     split, less = tiling.parts(call), offset(call)
     if len(split) == 1 and split[0].call is call:
-        out, lse, kept, _ = _forward(split[0], save, less)
+        out, lse, kept, _ = of_part(split[0], save, less)
         out = arrange(out, like)
     else:
         out = dense(like, (*like.shape[:3], call.value.shape[3])).zero_()
@@ -322,11 +334,11 @@ def forward(call: Call, save: bool) -> Result:
         lse = lse if call.sinks is None else torch.maximum(lse, sinks_less(call, lse.dtype, less).detach())
         kept = torch.zeros_like(out, dtype=call.query.dtype) if save and like.dtype.itemsize == 2 else out
         for part in split:
-            of_part = _forward(part, save, less)
-            part.view(out, part.rows).copy_(of_part.out)
-            part.view(lse, part.rows).copy_(of_part.lse)
+            result = of_part(part, save, less)
+            part.view(out, part.rows).copy_(result.out)
+            part.view(lse, part.rows).copy_(result.lse)
             if kept is not out:
-                part.view(kept, part.rows).copy_(of_part.kept)
+                part.view(kept, part.rows).copy_(result.kept)
     return Result(out, lse, kept.to(call.query.dtype), less)
 
 

@@ -15,8 +15,8 @@ from ..naive.blocks import Block, spans
 from ..naive.formula import grouped
 from . import flash
 from .small_k import by_weights, is_few, lse_of, scores_of, weights_of
-from .tiling import Part, Rectangle, parts
-from .value_mean import INFINITE, centre
+from .tiling import Part, Rectangle, is_short, parts
+from .value_mean import INFINITE
 
 Heads = tuple[slice, slice]  # slices of batches and of query heads
 SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache: limits the heads that the formula computes at a time
@@ -67,11 +67,16 @@ class Incoming(NamedTuple):
 
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
     """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
+    grad_out, grad_lse, out, kept, lse = rows
+    if is_short(part.call):
+        part = part._replace(call=flash.to_wide(part.call, always=True))
+        kept, again, *_ = flash.of_part(part, False, less)
+        lse = again.masked_fill(lse == INFINITE, INFINITE)
+        grad_out = None if grad_out is None else grad_out.float()
     call = part.call
     columns = max(call.query.shape[3], call.value.shape[3])
-    grad_out, grad_lse, out, kept, lse = rows
     tensors = flash.inputs_of(part, columns, grad_out)
-    common = None if grad_out is None else centre(tensors[2][:, :, part.begin : part.end])
+    common = None if grad_out is None else flash.centre_of(part, tensors[2])
     if common is not None:
         same = grouped(kept == out.to(kept.dtype), common.shape[1]).all(2).all(1)  # heads that saved whole outputs
         tensors[2] = tensors[2] - common.masked_fill(same.view(*common.shape[:2], 1, 1), 0.0)
@@ -122,7 +127,7 @@ def from_weights(
         grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     if call.key_mask is not None:
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
-    tensors = flash.inputs_of(Part(call, 0, call.query.shape[2], 0, call.key.shape[2]), None, grad_out)
+    tensors = flash.inputs_of(flash.whole(call), None, grad_out)
 
     def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
         bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])
@@ -168,8 +173,9 @@ def backward(
 ) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
     """Return (gradients of query, key and value; that of sinks), each contiguous and in its input's dtype."""
     # out, kept, lse: from the Result of the forward, over all keys. of_bias: accumulates the gradient of the bias.
-    everything = flash.at_once(call) if grad_lse is None else None
-    if everything is not None and grad_out is not None and (kept is out or centre(call.value) is None):
+    everything = flash.at_once(call) if grad_lse is None and not is_short(call) else None
+    centred = everything is not None and kept is not out and flash.centre_of(flash.whole(call), call.value) is not None
+    if everything is not None and grad_out is not None and not centred:
         incoming, less = grad_out, flash.offset(call)
         if is_few(call):
 

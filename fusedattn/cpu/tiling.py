@@ -24,12 +24,18 @@ WASTE = 1  # maximum ratio of the scores that a part computes to its visible one
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
+SHORT = 192  # rows below which the kernel's bfloat16 backward takes 1.5 to 5 times as long as its float32 backward
 COPY = 1 / 4  # scores computed in the time of copying one element
 
 
 def is_widened(dtype: torch.dtype) -> bool:
     """Return whether to compute in float32 because the kernel's backward is 4 to 10 times slower in this dtype."""
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
+
+
+def is_short(call: Call) -> bool:
+    """Return whether the backward of a bfloat16 call is computed in float32, from an output that it computes again."""
+    return call.query.dtype == torch.bfloat16 and call.query.shape[2] < SHORT
 
 
 class Part(NamedTuple):
@@ -91,7 +97,7 @@ def _ranges(mask: Tensor | None, batch: int, length: int) -> list[tuple[int, int
 
 
 def _of_batches(call: Call) -> list[Part]:
-    """Split a call into Parts: consecutive batches with equal (bfloat16) or similar (other dtypes) visible ranges."""
+    """Split a call into Parts: consecutive batches with equal or similar visible ranges."""
     batch, heads, rows, _ = call.query.shape
     of_rows, of_keys = _ranges(call.query_mask, batch, rows), _ranges(call.key_mask, batch, call.key.shape[2])
     lengths = [(last - first, end - begin) for (first, last), (begin, end) in zip(of_rows, of_keys, strict=True)]
@@ -111,7 +117,7 @@ def _of_batches(call: Call) -> list[Part]:
 
     split = []
     groups = [(start, stop) for start, stop, _ in alike(list(zip(of_rows, of_keys, strict=True)))]
-    if len(groups) > 1 and call.query.dtype != torch.bfloat16:
+    if len(groups) > 1:
         most = max(1, cost(one := [(0, batch)]) // PART)  # more parts than this cost more than one
         similar = list(runs(lengths, WASTE, CALL // heads)) if most > 1 else one
         groups = min((some for some in (groups, similar, one) if len(some) <= most), key=cost)

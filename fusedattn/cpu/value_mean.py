@@ -4,6 +4,8 @@ The gradient of a score is a difference of products with the values. A mean shar
 rounding error stays. That mean is called the centre. If a backward follows, the forward also saves output - centre.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,21 +16,23 @@ SAMPLE = 64  # keys read for a first guess whether the mean is small
 OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
-def centre(value: Tensor) -> Tensor | None:
-    """Return the mean of bfloat16 values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small."""
+def centre(value: Tensor, mask: Tensor | None = None) -> Tensor | None:
+    """Return the mean of values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small.
+
+    mask: the key_mask, (1 or B, keys), if it hides keys between others; their values must be 0.
+    """
     # A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
-    if value.dtype != torch.bfloat16:
-        return None
     # A sample may show that the mean is small. Use few operators here: each takes 20 microseconds.
-    some = value if value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
-    keys, columns = some.shape[2:]
-    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (keys / max(1, columns)) ** 0.5
-    norm, most = (torch.linalg.vector_norm(x, order, (2, 3)) for x, order in ((some, 2), (sums, INFINITE)))
-    heads_of = zip(most.tolist(), norm.tolist(), strict=True)
-    if all(a <= share * b for heads in heads_of for a, b in zip(*heads, strict=True)):
+    some = value if mask is not None or value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
+    count: Any = some.shape[2] if mask is None else mask.sum(1, keepdim=True).clamp_min(1)
+    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (count / max(1, value.shape[3])) ** 0.5
+    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(some, dim=3), dim=2)  # both at once may be slow
+    most = torch.linalg.vector_norm(sums, INFINITE, (2, 3))
+    if bool((most <= share * norm).all()):
         return None
-    mean = value.mean(2, keepdim=True, dtype=torch.float32)
-    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / value.shape[2] ** 0.5
+    count = value.shape[2] if mask is None else count[..., None, None]
+    mean = value.sum(2, keepdim=True, dtype=torch.float32) / count
+    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / count**0.5
     # Do not subtract a mean that a few large values dominate: it would round all other values like the large ones.
     common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
     return mean.to(value.dtype).masked_fill_(~common, 0.0)

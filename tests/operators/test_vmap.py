@@ -93,12 +93,9 @@ def test_tables_of_pages(backend):
     pages, query = torch.randn(4, 2, 8, 4), torch.randn(1, 2, 3, 4)
     tables = torch.tensor([[[0, 1]], [[3, 2]]], dtype=torch.int32)
     options = dict(cache_seqlens=torch.tensor([11], dtype=torch.int32), backend=backend)
-
-    def attend(table, query, pages):
-        return fa.attention_decode(query, pages, pages, block_table=table, **options)
-
-    want = lambda tables, *given: torch.stack([attend(table, *given) for table in tables])  # noqa: E731
-    assert_like(torch.vmap(attend, (0, None, None))(tables, query, pages), want, tables, query, pages)
+    attend = lambda q, p, table: fa.attention_decode(q, p, p, block_table=table, **options)  # noqa: E731
+    want = lambda *x: torch.stack([attend(*x[:2], table) for table in x[2]])  # noqa: E731
+    assert_like(torch.vmap(attend, (None, None, 0))(query, pages, tables), want, query, pages, tables)
 
 
 def test_what_cannot_be_mapped_over_is_named(device):
