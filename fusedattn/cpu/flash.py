@@ -123,8 +123,8 @@ def centre_of(part: Part, value: Tensor) -> Tensor | None:
     """Return the `centre` of a part's visible values; None if its backward does not need it. value: of `inputs_of`."""
     if value.dtype != torch.bfloat16 or is_short(part.call):
         return None
-    keys = slice(part.begin, part.end)
-    return centre(value[:, :, keys], part.call.key_mask[:, keys] if has_holes(part) else None)
+    keys, mask = slice(part.begin, part.end), part.call.key_mask
+    return centre(value[:, :, keys], mask[:, keys] if mask is not None and has_holes(part) else None)
 
 
 def whole(call: Call) -> Part:
