@@ -59,8 +59,8 @@ def attention(
             Dropout depends only on its 64 bits, the batch, the head, the row and the key.
         return_lse: also return the log-sum-exp of the visible scores and the sink.
         return_weights: also return the weights, after dropout: output = weights @ value up to rounding.
-        backend: "hopper", "triton", "cpu" or "naive"; by default the fastest that takes the call. The one that you
-            pass runs or raises.
+        backend: "hopper", "triton", "cpu" or "naive"; by default the first of these that takes the call on its device.
+            The one that you pass runs or raises.
 
     Returns:
         output (B, Hq, Sq, Dv) in query's dtype and order of dimensions, or a tuple (output, lse?, weights?): lse

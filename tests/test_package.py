@@ -148,9 +148,13 @@ def test_importing_adds_little_to_torch(tmp_path):
     assert found["share"] <= 0.2  # of the CPU time that importing torch takes
 
 
+def test_a_clone_in_which_nothing_is_installed_has_kernels_and_benchmarks():
+    hidden = "import sys; sys.meta_path = [x for x in sys.meta_path if 'editable' not in str(x).lower()]"
+    run_python("-c", f"{hidden}; import fusedattn.kernels, fusedattn.bench", cwd=ROOT)
+
+
 @pytest.mark.matrix
 def test_launching_kernels_needs_no_numpy():
-    """Kernels launch without NumPy, which only Triton's interpreter needs; neither we nor torch depend on it."""
     pytest.importorskip("triton")
     quiet = "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')"
     run_python("-c", f"{quiet}; import fusedattn.launch.run", TRITON_INTERPRET=None)
