@@ -158,6 +158,10 @@ def main(arguments=None):
     content = options.text.read_bytes() if options.text.is_file() else b""
     if len(content) < SHORTEST:
         parser.error(f"--text: expected a file of at least {SHORTEST} bytes, got {options.text}, {len(content)} bytes")
+    if options.steps < 0:
+        parser.error(f"--steps: expected 0 or more, got {options.steps}")
+    if not pathlib.Path(options.out).parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that exists, got {options.out}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton, imported later, then runs the kernels on CPU tensors

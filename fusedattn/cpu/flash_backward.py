@@ -35,6 +35,9 @@ def _in_blocks(where: Rectangle, call: Call) -> list[Rectangle]:
 def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> Sequence[Tensor]:
     """Return the gradients of query, key and value from the kernel. tensors: grad_out, query, key, value, out, lse."""
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
+    if is_short(query, others[0]):
+        grad_out, query, *others = (x.float() for x in tensors)
+        added = None if added is None else added.float()
     if where.masked and not bool(query.sum().isfinite()):  # a row that sees nothing has weights exp(NaN), not 0
         assert added is not None
         query = query.masked_fill((added == -INFINITE).all(-1, keepdim=True), 0.0)
@@ -68,7 +71,7 @@ class Incoming(NamedTuple):
 def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -> Sequence[Tensor]:
     """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
     grad_out, grad_lse, out, kept, lse = rows
-    if is_short(part.call):
+    if is_short(*part.call[:2]) or (of_bias is not None and part.call.query.dtype == torch.bfloat16):
         part = part._replace(call=flash.to_wide(part.call, always=True))
         kept, again, *_ = flash.of_part(part, False, less)
         lse = again.masked_fill(lse == INFINITE, INFINITE)
@@ -173,7 +176,7 @@ def backward(
 ) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
     """Return (gradients of query, key and value; that of sinks), each contiguous and in its input's dtype."""
     # out, kept, lse: from the Result of the forward, over all keys. of_bias: accumulates the gradient of the bias.
-    everything = flash.at_once(call) if grad_lse is None and not is_short(call) else None
+    everything = flash.at_once(call) if grad_lse is None and not is_short(*call[:2]) else None
     centred = everything is not None and kept is not out and flash.centre_of(flash.whole(call), call.value) is not None
     if everything is not None and grad_out is not None and not centred:
         incoming, less = grad_out, flash.offset(call)

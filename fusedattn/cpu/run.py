@@ -11,8 +11,8 @@ from ..call.options import INPUTS, Call, thread_overrides
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import run_naive, without_autocast
 from . import flash, flash_backward
-from .small_k import FEW, is_few
-from .tiling import is_widened
+from .small_k import is_few
+from .tiling import FEW, is_widened
 from .value_mean import INFINITE
 
 # Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.
@@ -57,10 +57,9 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
         # Saved 16-bit weights are too inaccurate. With sinks, the gradient also needs the weights of the sinks.
         supported = dtype.itemsize >= 4 and call.sinks is None and not in_parts
         return lacks if supported else [*lacks, "its kernel has no gradient of weights in such a call"]
-    in_bfloat16 = dtype == torch.bfloat16 and not is_widened(dtype)
-    if "bias" in needed and (in_bfloat16 or in_parts or not call.key_mask is call.query_mask is None):
+    if "bias" in needed and (in_parts or not call.key_mask is call.query_mask is None):
         lacks.append("its kernel has no gradient of bias in such a call")
-    if "sinks" in needed and in_bfloat16:
+    if "sinks" in needed and dtype == torch.bfloat16 and not is_widened(dtype):
         lacks.append("its kernel rounds outputs to bfloat16, which is too inaccurate for gradients of sinks")
     if is_narrow(call):
         lacks.append(f"its kernel is too inaccurate for float32 heads narrower than {NARROW} with more than {FEW} keys")

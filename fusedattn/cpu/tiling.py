@@ -25,6 +25,7 @@ CALL = 2**12  # scores of one head that take as long to compute as the overhead 
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
 SHORT = 192  # rows below which the kernel's bfloat16 backward takes 1.5 to 5 times as long as its float32 backward
+FEW = 64  # keys up to which it is not faster, but less exact; the formula computes float32 gradients of as many
 COPY = 1 / 4  # scores computed in the time of copying one element
 
 
@@ -33,9 +34,9 @@ def is_widened(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not multiplies_bfloat16())
 
 
-def is_short(call: Call) -> bool:
-    """Return whether the backward of a bfloat16 call is computed in float32, from an output that it computes again."""
-    return call.query.dtype == torch.bfloat16 and call.query.shape[2] < SHORT
+def is_short(query: Tensor, key: Tensor) -> bool:
+    """Return whether a bfloat16 backward is computed in float32. For a whole call, so is its output again."""
+    return query.dtype == torch.bfloat16 and (query.shape[2] < SHORT or key.shape[2] <= FEW)
 
 
 class Part(NamedTuple):
