@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention_varlen
-from ..call.checks import check_rank, check_tensors, fail, overridable
+from ..call.checks import check_place, check_rank, fail, overridable
 from ..call.options import DIMS, Arguments, Call, Lengths, Origin
 from ..call.private import eager
 from ..call.rules import Sizes
@@ -107,8 +107,9 @@ def gather_attention_varlen(
 
     def prepare(arguments: Arguments, backend: Any) -> Call:
         inputs = dict(query=query, key=key, value=value)
-        check_tensors(**inputs, cu_seqlens=cu_seqlens)
+        check_place("cu_seqlens", cu_seqlens)
         for name, x in inputs.items():
+            check_place(name, x)
             check_rank(name, x, "(rows, H, D)")
         if key.shape[0] != query.shape[0]:
             fail(ValueError, "key", f"{query.shape[0]} rows, as query has", key.shape[0])

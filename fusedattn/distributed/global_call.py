@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..call import options as of_calls
-from ..call.checks import check_flags, check_rank, fail
+from ..call.checks import check_flags, check_rank, fail, irregular
 from ..call.options import DIMS, INPUTS, TENSORS, Arguments, Call, Origin, Plan, in_full
 from ..call.rules import Sizes, check_options, checked
 from ..dispatch import backends, replay
@@ -124,7 +124,7 @@ def prepared(
         if isinstance(x, Plan):
             fail(TypeError, name, "a tensor", "a plan, which one process cannot make for all: pass a bool tensor")
         # The number of keys on all ranks is not known yet.
-        keys = x.shape[-1] if isinstance(x, Tensor) and x.dim() else 1
+        keys = x.shape[-1] if isinstance(x, Tensor) and irregular(x) is None and x.dim() else 1
         batch, heads, rows, _ = call.query.shape
         its_sizes = sizes or Sizes(call.query.device, call.query.dtype, batch, heads, rows, keys)
         check_options(Arguments(call.query, call.key, call.value, **{name: x}), its_sizes)

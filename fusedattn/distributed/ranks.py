@@ -65,7 +65,7 @@ def agree(
     them to all, so it knows which rank is missing.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: on all ranks, if `facts` raises on one or an option differs.
+        ValueError: if an option differs, or `facts` raises on another rank. This rank raises what its own `facts` does.
         NotImplementedError: on all ranks, if an argument {name: value} is a DTensor or has a tangent, or inside
             torch.func. On this rank alone, under FakeTensorMode.
         RuntimeError: if a rank has ended, or did not call this within the time limit of the group.
@@ -78,7 +78,7 @@ def agree(
     try:
         _refuse(arguments)
         value, options, own = facts()
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # of any type: the other ranks wait for this statement
         kind = next(x.__name__ for x in type(error).__mro__ if x.__module__ == "builtins")  # our errors derive from it
         problem, text = error, f"{kind}: {error}"[:MESSAGE]
     digests = {name: hashlib.sha256(repr(x).encode()).hexdigest()[:14] for name, x in options.items()}

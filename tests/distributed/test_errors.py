@@ -4,11 +4,13 @@ import datetime
 import multiprocessing
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from fusedattn import distributed
+from fusedattn.distributed import ranks
 
 from .conftest import free_port, join, on_ranks
 from .whole import METHODS
@@ -88,6 +90,14 @@ def test_sizes_and_types_that_differ_between_ranks(rank, size):
         attend(query, key, value, torch.tensor([0, 15], dtype=torch.int32))
     with pytest.raises(ValueError, match="^cu_seqlens: .*rank 1"):
         attend(query, key, value, torch.tensor([0, 9 + rank, 16], dtype=torch.int32))
+    nested = torch.nested.nested_tensor([torch.ones(4, 4)])
+    with pytest.raises((TypeError, ValueError), match="key: .*nested"):
+        attend(query, nested if rank else key, value, torch.tensor([0, 16], dtype=torch.int32))
+    with pytest.raises((TypeError, ValueError), match="mask: "):
+        distributed.gather_attention(*inputs(), mask=nested.bool() if rank else None)
+    full = mock.patch.object(ranks, "_refuse", side_effect=torch.OutOfMemoryError("full") if rank else None)
+    with full, pytest.raises((torch.OutOfMemoryError, ValueError), match="full"):
+        distributed.ulysses_attention(*inputs())
     for columns in (0, 9, 16):
         mask = torch.ones((1, 1, 8, columns) if rank else (1, 1, 1, 1), dtype=torch.bool)
         if columns == 16:
