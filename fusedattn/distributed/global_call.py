@@ -40,13 +40,13 @@ class GlobalCall(NamedTuple):
     rows: list[list[Chunk]]  # the Chunks of rows of each rank
     keys: list[list[Chunk]]  # the Chunks of keys of each rank
     shift: int  # the diagonal of row i is at key i + shift, both counted in the whole sequence
-    needs: list[list[str]]  # for each rank, the names of the inputs that require a gradient
+    table: list[dict[str, Any]]  # for each rank, the names of inputs that require a gradient, and its sizes of masks
     need_lse: bool
     need_weights: bool
 
     def wanted(self, rank: int | None = None) -> set[str]:
         """Return the names of the inputs that require a gradient on `rank`, or on any rank if it is None."""
-        return set().union(*(self.needs if rank is None else [self.needs[rank]]))
+        return set().union(*(entry["needs"] for entry in (self.table if rank is None else [self.table[rank]])))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "GlobalCall":
         """Return a copy whose call has these tensors, in the order of TENSORS."""
@@ -191,10 +191,10 @@ def agreed(
     total_rows, total_keys = (sum(map(rows_of, chunks)) for chunks in (rows, keys))
     for name in ("mask", "bias"):
         for rank, entry in enumerate(table):
-            if entry.get(name) not in (None, 1, total_keys):
-                fail(ValueError, name, f"a last dimension of 1 or {total_keys}", f"{entry[name]} on rank {rank}")
-    needs = [entry["needs"] for entry in table]
-    chosen = _backend(call, set().union(*needs), flags["return_weights"], backends.named(backend))
+            if name in entry and entry[name][1] not in (1, total_keys):
+                fail(ValueError, name, f"a last dimension of 1 or {total_keys}", f"{entry[name][1]} on rank {rank}")
+    needs = set().union(*(entry["needs"] for entry in table))
+    chosen = _backend(call, needs, flags["return_weights"], backends.named(backend))
     shift = 0 if call.top_left else total_keys - total_rows
     call = call._replace(top_left=True)
     if call.seed is not None:
@@ -204,7 +204,7 @@ def agreed(
         elif arguments.seed is None:
             dist.broadcast(seed, group_src=0, group=ranks.group)
         call = call._replace(seed=seed)
-    return GlobalCall(chosen, ranks, call, rows, keys, shift, needs, *flags.values())
+    return GlobalCall(chosen, ranks, call, rows, keys, shift, table, *flags.values())
 
 
 def _own(call: Call) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _own(call: Call) -> dict[str, Any]:
     if call.seed is not None and call.seed.device.type == "cpu":
         own["seed"] = int(call.seed)
     if call.cu_seqlens_q is None:
-        own |= {name: x.shape[3] for name, x in (("mask", call.mask), ("bias", call.bias)) if x is not None}
+        own |= {name: x.shape[2:] for name, x in (("mask", call.mask), ("bias", call.bias)) if x is not None}
     return own
 
 

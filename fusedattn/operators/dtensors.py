@@ -172,8 +172,10 @@ def _span(
     """Return (first, count), in a tensor's shard, of the batches or heads that a rank's shard of the query needs."""
     # Return None if a rank lacks any of them, or if its key heads serve unequal numbers of query heads. of_query, size:
     # sizes of the whole query and tensor. wanted, had: the mesh dimensions that shard the query, and the tensor.
-    span = None
-    for other in {coordinate, *itertools.product(*map(range, shape))}:
+    span, cut = None, (*wanted, *had)
+    places = [range(count) if n in cut else (at,) for n, (count, at) in enumerate(zip(shape, coordinate, strict=True))]
+    # With equal sizes, in equal shards or whole, each rank has what it needs. The compiler unrolls this loop.
+    for other in [coordinate] if size == of_query and had in ((), wanted) else itertools.product(*places):
         first, count = _place(of_query, shape, other, wanted)
         start, size_there = _place(size, shape, other, had)
         share = max(of_query // max(size, 1), 1)  # number of query heads of a key head

@@ -1,10 +1,15 @@
 """Tests that each method gives the results of one process, for cases that cover all pairs of options."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import fusedattn as fa
 from fusedattn import distributed
+from fusedattn.call.options import Call
+from fusedattn.distributed import ulysses
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import DISTINCT, FEATURES, Case, covering
@@ -119,6 +124,25 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)
         tensors, options = case.draw()
         assert_close(summed_gradients(by_shards(method, **balance), tensors, options), tensors, options)
+
+
+@on_ranks(2)
+def test_ulysses_sends_masks_of_one_row_as_one_row(rank, size):
+    inputs, pairs = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64), torch.randn(2, 64, dtype=torch.float64)
+    for same in (True, False):
+        rows = (pairs[:1].expand(2, 64) if same else pairs).clone().requires_grad_(not same)
+        whole, own = rows.repeat_interleave(32, 0), rows.detach()[[rank]].requires_grad_(not same)
+        sent = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+        operators = mock.Mock(wraps=ulysses.OPERATORS)
+        with sent as sent, mock.patch.multiple(ulysses, OPERATORS=operators, flops=mock.DEFAULT):
+            shards = (distributed.shard(x, 2) for x in inputs)
+            found = put_together(distributed.ulysses_attention(*shards, bias=own, mask=own > -1), 2)
+        wanted = fa.attention(*inputs, bias=whole, mask=whole > -1)
+        assert largest([found], [wanted]) < TOLERANCE
+        assert sum(call.args[1].nbytes for call in sent.call_args_list) < inputs.nbytes
+        assert Call(*operators.forward.call_args.args[: len(Call._fields)]).mask.shape == (1, 1, 1 if same else 64, 64)
+    grads = (torch.autograd.grad(out.square().sum(), x)[0] for out, x in ((found, own), (wanted, rows)))
+    assert largest([next(grads)[0]], [next(grads)[rank]]) < TOLERANCE
 
 
 @on_ranks(2)

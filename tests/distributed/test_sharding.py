@@ -1,11 +1,14 @@
 """Tests DTensors sharded on batch or heads: each rank computes its part, and nothing is sent."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedattn as fa
 from fusedattn.distributed import register_sharding
+from fusedattn.operators import dtensors
 
 from ..inside import fields, interpreted
 from .conftest import on_ranks
@@ -222,6 +225,13 @@ def test_weights_by_the_operator(rank, size):
     register_sharding()
     tensors = {name: x.detach() for name, x in drawn(4, 2).items()}
     assert_same(results({name: distributed(x, HEADS) for name, x in tensors.items()}), results(tensors))
+
+
+def test_spans_do_not_depend_on_the_rest_of_a_mesh():
+    for (of_query, size, wanted, had), limit in {(256, 256, (0,), (0,)): 2, (64, 8, (1,), ()): 2 * 8}.items():
+        with mock.patch.object(dtensors, "_place", wraps=dtensors._place) as place:
+            assert dtensors._span(of_query, size, (128, 8), (3, 5), wanted, had) == ((0, 2) if had else (5, 1))
+        assert place.call_count <= limit
 
 
 def check_mesh(shape):
