@@ -160,6 +160,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *incoming):
+        ranks_of.refuse_batched(*incoming)
         kept, _ = schema.saved(ctx)  # read once: a checkpoint recomputes the tensors for each access
         grads = ctx.method.backward(ctx.whole.with_tensors(kept[: len(TENSORS)]), kept[len(TENSORS) :], incoming)
         return None, None, None, *[grads.get(name) for name in TENSORS]

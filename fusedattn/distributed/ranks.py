@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.checks import fail
 from ..call.options import differentiated
-from ..call.private import fake_mode, group_timeout, read_store, transforms_active, write_store
+from ..call.private import fake_mode, group_timeout, has_storage, read_store, transforms_active, write_store
 from ..operators import dtensors
 
 STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
@@ -154,6 +154,13 @@ def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
     except RuntimeError as error:
         lost = read_store(key, PATIENCE)
         raise missing(0 if lost is None else int(lost)) from error
+
+
+def refuse_batched(*incoming: Tensor | None) -> None:
+    """Raise, before a backward sends anything, if torch maps it over several incoming gradients."""
+    if not all(x is None or has_storage(x) for x in incoming):
+        got = "torch.vmap or is_grads_batched"
+        raise NotImplementedError(f"fusedattn.distributed: expected one gradient at a time, got {got}: call backward()")
 
 
 def anchor(like: Tensor) -> Tensor:

@@ -191,4 +191,5 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        ranks_of.refuse_batched(grad)
         return scattered(grad, *ctx.rest), None, None, None, None

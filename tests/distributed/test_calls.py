@@ -214,7 +214,10 @@ def test_other_derivatives_are_refused(rank, size, name):
     with pytest.raises(NotImplementedError, match="FakeTensorMode"), FakeTensorMode() as mode:
         attend(*(mode.from_tensor(x) for x in inputs))
     inputs = shards()[:count]
-    (grad,) = torch.autograd.grad(attend(*inputs).square().sum(), inputs[:1], create_graph=True)
+    out = attend(*inputs)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, inputs, out.detach().expand(2, *out.shape), is_grads_batched=True, retain_graph=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
