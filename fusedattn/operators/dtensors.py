@@ -72,8 +72,9 @@ def local_call(call: Call, seed: Any) -> LocalCall | None:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     (mesh, cut), query = _checked(tensors), call.query
-    if call.seed is not None and seed is None:
-        raise NotImplementedError("dropout_p: expected a seed with DTensors, got none: pass the same on all ranks")
+    if call.seed is not None and seed is None and None in [dim for n, dim in enumerate(cut) if mesh.size(n) > 1]:
+        # Ranks draw their own seeds, and the results of replicas must be equal.
+        raise NotImplementedError("dropout_p: expected a seed with replicated DTensors: pass the same on all ranks")
     if (coordinate := mesh.get_coordinate()) is None:
         fail(ValueError, "query", "a DTensor of a mesh that this rank is in", "another")
     # The compiler of torch 2.10 takes no tuple of mesh.shape.
