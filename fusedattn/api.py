@@ -257,6 +257,7 @@ def plan(
     sizes: dict[str, Any] = dict(batch=batch, heads=heads, rows=rows, keys=keys)
     if any(isinstance(x, Proxy) for x in masks.values()):
         return handle_torch_function(plan, tuple(masks.values()), **masks, **sizes, device=device)
+    dtensors.refuse("plan", masks)
     place = next((x.device for x in masks.values() if isinstance(x, Tensor)), None)
     if device is not None or place is None:
         try:

@@ -38,7 +38,7 @@ def of(group: Any) -> Ranks | None:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
             fail(ValueError, "group", "a DeviceMesh of one dimension", f"one of {group.ndim}")
-        group = group.get_group()
+        group = dist.GroupMember.NON_GROUP_MEMBER if group.get_coordinate() is None else group.get_group()
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not (outside or isinstance(group, dist.ProcessGroup)):
         fail(TypeError, "group", "a process group, a DeviceMesh of one dimension or None", type(group).__name__)

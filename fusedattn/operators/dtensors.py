@@ -201,8 +201,8 @@ def register_sharding() -> None:
     Examples:
         >>> fusedattn.distributed.register_sharding()
 
-    Call it before you call operators by name; `fusedattn.attention` takes DTensors without it. It imports
-    torch.distributed.tensor. DTensors with other placements are redistributed to one of these.
+    Call it before you call operators by name, or use torch.func with DTensors. A plain `fusedattn.attention` takes
+    DTensors without it. It imports torch.distributed.tensor, and redistributes DTensors with other placements.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding as register

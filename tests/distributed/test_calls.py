@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fusedattn as fa
@@ -59,8 +59,10 @@ def test_ranks_within_a_group_are_not_those_of_all(rank, size, method):
 @on_ranks(4)
 def test_a_mesh_of_one_dimension_is_a_group(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    with pytest.raises(ValueError, match="^group: "):
-        distributed.positions(4, group=mesh)
+    of_rank_3 = DeviceMesh("cpu", [3])
+    for wrong in (mesh, mesh if rank == 3 else of_rank_3):
+        with pytest.raises(ValueError, match="^group: "):
+            distributed.positions(4, group=wrong)
     with pytest.raises(TypeError, match="^group: "):
         distributed.positions(4, group="all")
     assert_equals_one_process("ring_attention", mesh["sequence"].get_group(), balance="zigzag")

@@ -197,6 +197,8 @@ def test_functions_that_take_none(rank, size):
         fa.attention_decode(x, x, x, cache_seqlens=torch.tensor([8], dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="query: "):
         fa.distributed.ring_attention(x, x, x)
+    with pytest.raises(NotImplementedError, match="^key_mask: "):
+        fa.plan(key_mask=distributed(torch.ones(1, 8, dtype=torch.bool), SAME))
 
 
 def operators(tensors, options):
