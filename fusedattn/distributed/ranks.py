@@ -16,7 +16,7 @@ from ..call.options import differentiated
 from ..call.private import fake_mode, group_timeout, has_storage, read_store, transforms_active, write_store
 from ..operators import dtensors
 
-STATEMENT = 4096  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
+STATEMENT = 2048  # bytes of a rank's statement about a call: a fixed size, so that ranks that disagree can read it
 MESSAGE = 300  # characters of an error message in a statement, which has to fit
 PATIENCE = timedelta(seconds=2)  # how long to wait for rank 0 to name the lost rank after a broken connection
 
@@ -118,7 +118,9 @@ def _exchange_statements(ranks: Ranks, statement: dict[str, Any], arguments: Ite
     table = mine.expand(ranks.size, STATEMENT).clone()
     if ranks.size > 1:
         _fill(table, ranks, statement["function"])
-    return [json.loads(bytes(row.tolist())) for row in table.cpu()]
+    data = bytearray(table.numel())
+    torch.frombuffer(data, dtype=torch.uint8).copy_(table.flatten())
+    return [json.loads(data[first : first + STATEMENT]) for first in range(0, len(data), STATEMENT)]
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:

@@ -4,6 +4,7 @@ A key head is sent to each rank that needs it. If several do, its gradients are 
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from .ranks import Ranks
 from .shards import rows_of
 
 
+@functools.lru_cache(maxsize=128)
 def heads_of(heads: int, key_heads: int, size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return two lists: the query and key heads of each rank. `size` divides `heads`; ranks may share key heads."""
     count, group = heads // size, heads // max(1, key_heads)
