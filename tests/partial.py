@@ -42,7 +42,7 @@ def by_parts(tensors, options, rows, cuts, backend, key_mask=None):
     shift, keys = 0 if call.top_left else key.shape[2] - query.shape[2], Chunk(0, key.shape[2], 0)
     bias = None if call.bias is None else call.bias[:, :, rows]
     call = call._replace(query=query[:, :, rows], bias=bias, top_left=True)
-    need, chunks = ["query", "key", "value", *options], ([[Chunk(rows.start, rows.stop, 0)]], [[keys]])
+    need, chunks = dict(needs=["query", "key", "value", *options]), ([[Chunk(rows.start, rows.stop, 0)]], [[keys]])
     whole = GlobalCall(backend, ranks.Ranks(None, 0, 1), call, *chunks, shift, [need], True, False)
 
     def bring(whole, compute):

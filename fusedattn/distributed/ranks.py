@@ -118,9 +118,9 @@ def _exchange_statements(ranks: Ranks, statement: dict[str, Any], arguments: Ite
     table = mine.expand(ranks.size, STATEMENT).clone()
     if ranks.size > 1:
         _fill(table, ranks, statement["function"])
-    data = bytearray(table.numel())
-    torch.frombuffer(data, dtype=torch.uint8).copy_(table.flatten())
-    return [json.loads(data[first : first + STATEMENT]) for first in range(0, len(data), STATEMENT)]
+    table = table.cpu()
+    longest = int((table != ord(" ")).any(0).nonzero().max()) + 1
+    return [json.loads(bytes(row.tolist())) for row in table[:, :longest]]
 
 
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:

@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import socket
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def join(rank, size, port, limit=LIMIT):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit)
+
+
+def answers(target, size, ranks):
+    """Start target(rank, port, queue) in `size` processes, and return what these ranks put: (rank, answer)."""
+    context = multiprocessing.get_context("spawn")
+    queue, port = context.Queue(), free_port()
+    processes = [context.Process(target=target, args=(rank, port, queue), daemon=True) for rank in range(size)]
+    for process, seed in zip(processes, "0314", strict=False):  # torchrun's processes hash strings with their own seeds
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
+            process.start()
+    answers = dict(queue.get(timeout=120) for _ in ranks)
+    for process in processes:
+        process.kill()
+    assert answers.keys() == set(ranks)
+    return answers.values()
 
 
 def _serve(rank, size, port, pipe):

@@ -72,12 +72,16 @@ def test_a_mesh_of_one_dimension_is_a_group(rank, size):
 
 @on_ranks(2)
 @each_method
-def test_without_gradients(rank, size, method):
+def test_under_no_grad_and_autocast(rank, size, method):
     attend, tensors = getattr(distributed, method), draw()
     with torch.no_grad():
         out = attend(*shards(), causal=True)
     assert not out.requires_grad and not attend(*shards(False), causal=True).requires_grad
     assert largest([out], [distributed.shard(fa.attention(*tensors, causal=True), 2)]) < TOLERANCE
+    inputs = [x.float() for x in shards(False)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(*inputs)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, attend(*(x.bfloat16() for x in inputs)))
 
 
 @on_ranks(2)
@@ -181,15 +185,6 @@ def test_no_heads(rank, size, method):
 
 
 @on_ranks(2)
-@each_method
-def test_under_autocast(rank, size, method):
-    attend, inputs = functools.partial(getattr(distributed, method), causal=True), [x.float() for x in shards(False)]
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attend(*inputs)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, attend(*(x.bfloat16() for x in inputs)))
-
-
-@on_ranks(2)
 def test_the_naive_backward_is_linear_in_the_number_of_documents(rank, size):
     counts = []
     for documents in (16, 128):
@@ -250,10 +245,8 @@ def test_shards_make_the_whole(rank, size, balance):
     wanted = torch.zeros_like(x)
     wanted[places] = sum(range(1, size + 1))
     assert torch.equal(x.grad, wanted)
-    first, count = (0, 10) if rank == 0 else (10 + 9 * (rank - 1), 9)
-    chunks = torch.arange(37).tensor_split(2 * size)
-    zigzag = torch.cat([chunks[rank], chunks[-1 - rank]])
-    assert torch.equal(places, torch.arange(first, first + count) if balance is None else zigzag)
+    cuts = torch.arange(37).tensor_split(size if balance is None else 2 * size)
+    assert torch.equal(places, cuts[rank] if balance is None else torch.cat([cuts[rank], cuts[-1 - rank]]))
 
 
 @on_ranks(2)

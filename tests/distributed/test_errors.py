@@ -1,7 +1,6 @@
 """Tests that all ranks raise if they disagree, and that the others name a missing rank instead of waiting."""
 
 import datetime
-import multiprocessing
 import os
 import time
 from unittest import mock
@@ -12,7 +11,7 @@ import torch
 from fusedattn import distributed
 from fusedattn.distributed import ranks
 
-from .conftest import free_port, join, on_ranks
+from .conftest import answers, join, on_ranks
 from .whole import METHODS
 
 
@@ -20,50 +19,28 @@ def inputs(rows=8, heads=4, dtype=torch.float32, columns=8, batch=1):
     return [torch.randn(batch, heads, rows, columns, dtype=dtype) for _ in range(3)]
 
 
-# {change on the last rank: (arguments of `inputs`, options, the error on all ranks)}
-DISAGREE = {
-    "dtype": (dict(dtype=torch.float64), {}, "^query: .*rank 1"),
-    "columns": (dict(columns=4), {}, "^query: .*rank 1"),
-    "batch": (dict(batch=2), {}, "^query: .*rank 1"),
-    "heads": (dict(heads=8), {}, "^query: .*rank 1"),
-    "rows": (dict(rows=11), {}, "^query: .*10 rows on rank 0.* got 8"),
-    "causal": ({}, dict(causal=True), r"^causal: .*rank 1.*(True|False)"),
-    "window": ({}, dict(window=(3, None)), "^window: .*rank 1"),
-    "scale": ({}, dict(scale=0.5), "^scale: .*rank 1"),
-    "softcap": ({}, dict(softcap=2.0), "^softcap: .*rank 1"),
-    "dropout": ({}, dict(dropout_p=0.5, seed=1), "^dropout_p: .*rank 1"),
-    "key mask": ({}, dict(key_mask=torch.ones(1, 8, dtype=torch.bool)), "^key_mask: .*rank 1"),
-    "slopes": ({}, dict(alibi_slopes=torch.zeros(4)), "^alibi_slopes: .*rank 1"),
-    "sinks": ({}, dict(sinks=torch.zeros(4)), "^sinks: .*rank 1"),
-    "return_lse": ({}, dict(return_lse=True), "^return_lse: .*rank 1"),
-    "backend": ({}, dict(backend="naive"), "^backend: .*rank 1"),
-    "an error": ({}, dict(softcap=-1.0), "(raised ValueError: |^)softcap: .*-1.0"),
-    "a wrong type": ({}, dict(causal="yes"), "(raised TypeError: |^)causal: "),
-}
+SIZES = dict(dtype=torch.float64, columns=4, batch=2, heads=8)
+OPTIONS = dict(causal=True, window=(3, None), scale=0.5, softcap=2.0, return_lse=True, backend="naive")
+OPTIONS |= dict(sinks=torch.zeros(4), alibi_slopes=torch.zeros(4), key_mask=torch.ones(1, 8, dtype=torch.bool))
+# [(arguments of `inputs` on the last rank, options there, the error on all ranks)]
+DISAGREE = [({name: x}, {}, "^query: .*rank 1.* on this rank") for name, x in SIZES.items()]
+DISAGREE += [({}, {name: x}, f"^{name}: .*rank 1.* on this rank") for name, x in OPTIONS.items()]
+DISAGREE += [
+    (dict(rows=11), {}, "^query: .*10 rows on rank 0.* got 8"),
+    ({}, dict(dropout_p=0.5, seed=1), "^dropout_p: .*rank 1"),
+    ({}, dict(softcap=-1.0), "(raised ValueError: |^)softcap: .*-1.0"),
+    ({}, dict(causal="yes"), "(raised TypeError: |^)causal: "),
+]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_disagree_raise_on_all(rank, size, method):
     attend = getattr(distributed, method)
-    for sizes, options, message in DISAGREE.values():
+    for sizes, options, message in DISAGREE:
         with pytest.raises((ValueError, TypeError), match=message):
             attend(*inputs(**(sizes if rank else {})), **(options if rank else {}))
         assert attend(*inputs()).shape == (1, 4, 8, 8)  # all ranks raised, so the next call works
-
-
-@on_ranks(2)
-def test_ranks_that_call_two_functions_raise(rank, size):
-    with pytest.raises(ValueError, match="rank 1 and rank 0"):
-        (distributed.ring_attention if rank else distributed.gather_attention)(*inputs())
-
-
-@on_ranks(2)
-def test_heads_that_ranks_do_not_divide_are_refused(rank, size):
-    with pytest.raises(ValueError, match="query: .* 3 heads"):
-        distributed.ulysses_attention(*inputs(heads=3))
-    query, (key, value, _) = inputs(heads=6)[0], inputs(heads=3)
-    assert distributed.ulysses_attention(query, key, value).shape == (1, 6, 8, 8)
 
 
 @on_ranks(2)
@@ -78,10 +55,21 @@ def test_what_is_wrong_everywhere_raises_everywhere(rank, size):
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             distributed.gather_attention(**dict(query=query, key=key, value=value) | options)
+    with pytest.raises(ValueError, match="query: .* 3 heads"):
+        distributed.ulysses_attention(*inputs(heads=3))
+    assert distributed.ulysses_attention(inputs(heads=6)[0], *inputs(heads=3)[1:]).shape == (1, 6, 8, 8)
 
 
 @on_ranks(2)
-def test_sizes_and_types_that_differ_between_ranks(rank, size):
+def test_functions_sizes_and_types_that_differ_between_ranks(rank, size):
+    with pytest.raises(ValueError, match="rank 1 and rank 0"):
+        (distributed.ring_attention if rank else distributed.gather_attention)(*inputs())
+    with pytest.raises(ValueError, match="^x: .*rank 0"):
+        distributed.unshard(torch.ones(3 + 4 * rank), 0)
+    with pytest.raises(ValueError, match="^shape: .*rank 1"):
+        distributed.unshard(torch.ones(3, 1 + rank), 0)
+    with pytest.raises(ValueError, match="dim: "):
+        distributed.unshard(torch.ones(3), rank)
     query, key, value = (torch.randn(8, 2, 8) for _ in range(3))
     attend = distributed.gather_attention_varlen
     with pytest.raises((TypeError, ValueError), match="cu_seqlens: .*list"):
@@ -107,16 +95,6 @@ def test_sizes_and_types_that_differ_between_ranks(rank, size):
                 distributed.ulysses_attention(*inputs(), mask=mask)
 
 
-@on_ranks(2)
-def test_wrong_shards(rank, size):
-    with pytest.raises(ValueError, match="^x: .*rank 0"):
-        distributed.unshard(torch.ones(3 + 4 * rank), 0)
-    with pytest.raises(ValueError, match="^shape: .*rank 1"):
-        distributed.unshard(torch.ones(3, 1 + rank), 0)
-    with pytest.raises(ValueError, match="dim: "):
-        distributed.unshard(torch.ones(3), rank)
-
-
 # These processes end, so they cannot form a Pool.
 LIMIT = datetime.timedelta(seconds=1)
 
@@ -127,45 +105,24 @@ def _missing(rank, port, queue):
     if rank == 2:
         time.sleep(3 * LIMIT.total_seconds())
         return
-    try:
+    with pytest.raises(RuntimeError) as caught:
         distributed.ring_attention(*inputs())
-        queue.put((rank, "nothing was raised"))
-    except RuntimeError as error:
-        queue.put((rank, str(error)))
+    queue.put((rank, str(caught.value)))
 
 
 def _killed(rank, port, queue):
     join(rank, 3, port, datetime.timedelta(minutes=5))
     query, key, value = (x.requires_grad_() for x in inputs(rows=64))
-    try:
+    with pytest.raises(RuntimeError):
         for step in range(10**6):
             if rank == 1 and step == 5:
                 os._exit(9)
             began = time.monotonic()
             distributed.ring_attention(query, key, value, causal=True).sum().backward()
-    except RuntimeError:
-        queue.put((rank, time.monotonic() - began))
-
-
-def _answers(target, ranks):
-    context = multiprocessing.get_context("spawn")
-    queue, port = context.Queue(), free_port()
-    processes = [context.Process(target=target, args=(rank, port, queue), daemon=True) for rank in range(3)]
-    for process in processes:
-        process.start()
-    answers = dict(queue.get(timeout=120) for _ in ranks)
-    for process in processes:
-        process.kill()
-    assert answers.keys() == set(ranks)
-    return answers.values()
+    queue.put((rank, time.monotonic() - began))
 
 
 @pytest.mark.matrix
-def test_a_rank_that_does_not_come_is_named():
-    for message in _answers(_missing, (0, 1)):
-        assert "ring_attention: rank 2 of the group" in message
-
-
-@pytest.mark.matrix
-def test_a_rank_that_is_killed_ends_the_others():
-    assert all(seconds < 60 for seconds in _answers(_killed, (0, 2)))
+def test_a_rank_that_does_not_come_is_named_and_a_killed_one_ends_the_others():
+    assert all("ring_attention: rank 2 of the group" in message for message in answers(_missing, 3, (0, 1)))
+    assert all(seconds < 60 for seconds in answers(_killed, 3, (0, 2)))

@@ -10,7 +10,7 @@ import fusedattn as fa
 from fusedattn.distributed import register_sharding
 from fusedattn.operators import dtensors
 
-from ..inside import fields, interpreted
+from ..inside import TRITON, fields
 from .conftest import on_ranks
 
 OPERATORS = torch.ops.fusedattn
@@ -32,8 +32,8 @@ CASES = {
     "masks": (("mask", "key_mask", "query_mask"), {}),
     "learned": (("bias", "alibi_slopes", "sinks"), dict(causal=True)),
     "one for all": (("shared_bias", "query_mask"), {}),
-    "dropout": ((), dict(dropout_p=0.4, seed=7, causal=True)),
-    "dropout with a drawn seed": ((), dict(dropout_p=0.4)),
+    "seed": ((), dict(dropout_p=0.4, seed=7, causal=True)),
+    "dropout": ((), dict(dropout_p=0.4)),  # draws a seed
     "weights": ((), dict(causal=True, return_weights=True)),
 }
 # Torch 2.10 gathers gradients of uneven shards with the strides of even shards.
@@ -115,17 +115,11 @@ def test_values_and_gradients_are_those_of_one_process_and_nothing_is_sent(rank,
         check_case(name, where, backend)
 
 
-@interpreted
 @on_ranks(2)
-@pytest.mark.parametrize("name, where", [("dropout", HEADS), pytest.param("learned", BATCH, marks=pytest.mark.matrix)])
-def test_kernels(rank, size, name, where):
-    check_case(name, where, "triton")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["dropout with a drawn seed", pytest.param("learned", marks=pytest.mark.matrix)])
-def test_compiled(rank, size, name):
-    check_case(name, HEADS, compiled=True)
+@pytest.mark.parametrize("name", ["dropout", pytest.param("learned", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("backend", [None, TRITON])
+def test_compiled_and_by_kernels(rank, size, name, backend):
+    check_case(name, BATCH if (name, backend) == ("learned", "triton") else HEADS, backend, compiled=backend is None)
 
 
 @on_ranks(2)
@@ -185,10 +179,6 @@ def test_what_a_rank_cannot_compute_alone_is_refused_on_each(rank, size):
             called(ours, {})
     with pytest.raises(NotImplementedError, match="^dropout_p: .*seed"):
         called({name: distributed(x, SAME) for name, x in drawn(4, 2).items()}, dict(dropout_p=0.5))
-
-
-@on_ranks(2)
-def test_functions_that_take_none(rank, size):
     x, offsets = distributed(torch.randn(8, 2, D), SAME), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="^query: "):
         fa.attention_varlen(x, x, x, offsets, offsets)
@@ -233,26 +223,15 @@ def test_weights_by_the_operator(rank, size):
 
 
 def test_spans_do_not_depend_on_the_rest_of_a_mesh():
-    for (of_query, size, wanted, had), limit in {(256, 256, (0,), (0,)): 2, (64, 8, (1,), ()): 2 * 8}.items():
-        with mock.patch.object(dtensors, "_place", wraps=dtensors._place) as place:
-            assert dtensors._span(of_query, size, (128, 8), (3, 5), wanted, had) == ((0, 2) if had else (5, 1))
-        assert place.call_count <= limit
-
-
-def check_mesh(shape):
-    mesh = init_device_mesh("cpu", shape)
-    for where, key_where in (((BATCH, HEADS),) * 2, ((HEADS, HEADS), (HEADS, SAME)), ((BATCH, BATCH), (BATCH, SAME))):
-        places = dict(query=where, key=key_where, value=key_where)
-        check(drawn(8, 2), places, dict(dropout_p=0.3, seed=3, causal=True), sends=None, mesh=mesh)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-def test_a_mesh_of_two_dimensions(rank, size, shape):
-    check_mesh(shape)
+    with mock.patch.object(dtensors, "_place", wraps=dtensors._place) as place:
+        assert dtensors._span(256, 256, (128, 8), (3, 5), (0,), (0,)) == (0, 2)
+        assert dtensors._span(64, 8, (128, 8), (3, 5), (1,), ()) == (5, 1)
+    assert place.call_count <= 2 + 2 * 8
 
 
 @on_ranks(4)
-@pytest.mark.matrix
-def test_a_mesh_of_two_by_two(rank, size):
-    check_mesh((2, 2))
+def test_a_mesh_of_three_dimensions(rank, size):
+    mesh = init_device_mesh("cpu", (2, 1, 2))
+    for where, keys in (((BATCH, SAME, HEADS),) * 2, ((HEADS,) * 3, (HEADS, HEADS, SAME)), ((BATCH,) * 3, (SAME,) * 3)):
+        places = dict(query=where, key=keys, value=keys)
+        check(drawn(8, 2), places, dict(dropout_p=0.3, causal=True), sends=None, mesh=mesh)

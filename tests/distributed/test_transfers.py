@@ -1,7 +1,6 @@
 """Tests the transfers of a ring: unseen keys are not sent, and transfers overlap with computation."""
 
 import contextlib
-import multiprocessing
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ from fusedattn import distributed
 from fusedattn.distributed import ranks
 from fusedattn.operators import partial
 
-from .conftest import free_port, join, on_ranks
+from .conftest import answers, join, on_ranks
 
 ROWS, HEADS, KEY_HEADS, COLUMNS = 32, 4, 2, 8
 SHARD = ROWS * KEY_HEADS * 2 * COLUMNS * 4  # bytes of the float32 keys and values of a rank
@@ -88,15 +87,10 @@ def _differences(rank, port, queue):
         own = [distributed.shard(x.detach(), 2).requires_grad_() for x in whole]
         grads = torch.autograd.grad(attend(*own).square().sum(), own)
         found += [(a - distributed.shard(b, 2)).abs().max().item() for a, b in zip(grads, wanted, strict=True)]
-    queue.put(([*{"key", "value"}], max(found)))
+    queue.put((rank, ([*{"key", "value"}], max(found))))
 
 
-def test_ranks_send_gradients_in_one_order(monkeypatch):
+def test_ranks_send_gradients_in_one_order():
     """Ranks that torchrun starts hash strings with different seeds, and so have sets of names in different orders."""
-    context = multiprocessing.get_context("spawn")
-    queue, port = context.Queue(), free_port()
-    for rank, seed in enumerate(("0", "3")):
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        context.Process(target=_differences, args=(rank, port, queue), daemon=True).start()
-    orders, differences = zip(*[queue.get(timeout=120) for _ in range(2)], strict=True)
+    orders, differences = zip(*answers(_differences, 2, (0, 1)), strict=True)
     assert orders[0] != orders[1] and max(differences) < 1e-12

@@ -12,7 +12,7 @@ from fusedattn.operators import partial
 from fusedattn.testing.tolerance import verdicts
 
 from ..close import assert_like, assert_ok
-from ..inside import TRITON, fields, interpreted, same
+from ..inside import TRITON, alike, fields, interpreted, same
 from ..mistakes import ints
 from ..partial import at_once, by_parts, draw, oracle
 
@@ -110,6 +110,11 @@ def test_no_part_is_rounded_to_16_bits(backend):
     for name in ("out", "query", "key", "value"):
         rounded = exact[name].bfloat16() - exact[name]
         assert (found[name] - exact[name]).abs().max() < 0.01 * rounded.abs().max(), name
+
+
+def test_narrow_heads_of_16_bits_take_the_kernel_for_cpus(monkeypatch):
+    monkeypatch.delattr(partial.partial, "forward")
+    partial.forward(fields(*alike(1, 1, 70, 8, dtype=torch.bfloat16), partial=True), "cpu")
 
 
 @pytest.mark.parametrize("backend", ["naive", "cpu", TRITON])
