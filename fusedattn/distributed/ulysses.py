@@ -117,17 +117,12 @@ def _route(whole: GlobalCall, name: str) -> _Route:
     """Return the _Route of the Call's tensor `name`: each rank's rows before the transfer, and its heads afterwards."""
     ranks, letters, x = whole.ranks, DIMS[name], getattr(whole.call, name)
     rows = [rows_of(some) for some in (whole.rows if "Q" in letters else whole.keys)]
-    if letters == "BHQK" and _is_single(whole, name, 0):
+    if letters == "BHQK" and all(entry[name][0] == 1 for entry in whole.table):
         rows = [1] * ranks.size
     if "G" not in letters and ("H" not in letters or x.shape[1] == 1):  # equal for all heads: each rank needs it
         return _Route(ranks, [[0]] * ranks.size, 1, rows)
     queries, keys = heads_of(whole.query.shape[1], whole.call.key.shape[1], ranks.size)
     return _Route(ranks, keys if "G" in letters else queries, x.shape[1], rows)
-
-
-def _is_single(whole: GlobalCall, name: str, axis: int) -> bool:
-    """Return whether a mask or bias has one row (axis 0) or one column (axis 1) on each rank."""
-    return all(entry[name][axis] == 1 for entry in whole.table)
 
 
 def _local(whole: GlobalCall) -> Call:
@@ -143,14 +138,13 @@ def _local(whole: GlobalCall) -> Call:
         elif letters in ("BQ", "BK"):
             tensors[name] = _route(whole, name).to_heads(x[:, None])[:, 0]
         elif letters == "BHQK":
-            one_row, one_column = (_is_single(whole, name, axis) for axis in (0, 1))
-            x = x.expand(-1, -1, 1 if one_row else whole.query.shape[2], 1 if one_column else whole.total_keys)
-            tensors[name] = x = _route(whole, name).to_heads(x)
-            if one_row and name not in whole.wanted() and bool((x == x[:, :, :1]).all()):
-                tensors[name] = x[:, :, :1]
-            elif one_row:  # a gradient is of the rows of one rank
-                rows = zip(x.split(1, 2), heads.rows, strict=True)
-                tensors[name] = torch.cat([row.expand(-1, -1, count, -1) for row, count in rows], 2)
+            route, one_column = _route(whole, name), all(entry[name][1] == 1 for entry in whole.table)
+            x = x.expand(-1, -1, route.rows[route.ranks.rank], 1 if one_column else whole.total_keys)
+            tensors[name] = x = route.to_heads(x)
+            if route.rows != heads.rows:  # one row of each rank; a gradient is of the rows of one rank
+                rows = [row.expand(-1, -1, n, -1) for row, n in zip(x.split(1, 2), heads.rows, strict=True)]
+                equal = name not in whole.wanted() and bool((x == x[:, :, :1]).all())
+                tensors[name] = x[:, :, :1] if equal else torch.cat(rows, 2)
         else:
             tensors[name] = _route(whole, name).to_heads(x)
     origin = list(Origin(whole.shift, 0, 0, whole.ranks.rank * len(heads.own), heads.total))
@@ -191,15 +185,15 @@ def _backward(whole: GlobalCall, saved: Sequence[Any], incoming: Sequence[Any]) 
     for name, grad in zip(INPUTS, found, strict=True):
         if grad is None:
             continue
+        route_of = _route(whole, name)
         if DIMS[name] == "BH":
             every = grad.new_zeros((grad.shape[0], route.total), dtype=wide)
             every[:, route.own] = grad.to(wide)
             grads[name] = ranks_of.sum_of(whole.ranks, every)
         elif DIMS[name] == "BHQK":
-            if _is_single(whole, name, 0):
+            if route_of.rows != route.rows:
                 grad = torch.cat([part.sum(2, True, dtype=wide) for part in grad.split(route.rows, 2)], 2)
-            grads[name] = _route(whole, name).to_rows(grad.to(wide)).sum_to_size(getattr(whole.call, name).shape)
+            grads[name] = route_of.to_rows(grad.to(wide)).sum_to_size(getattr(whole.call, name).shape)
         else:  # round the gradients, except those that are yet to be summed over ranks
-            route_of = _route(whole, name)
             grads[name] = route_of.to_rows(grad if route_of.repeated else grad.to(dtype))
     return grads
