@@ -176,7 +176,7 @@ def _span(
     span, cut = None, (*wanted, *had)
     places = [range(count) if n in cut else (at,) for n, (count, at) in enumerate(zip(shape, coordinate, strict=True))]
     # With equal sizes, in equal shards or whole, each rank has what it needs. The compiler unrolls this loop.
-    for other in [coordinate] if size == of_query and had in ((), wanted) else itertools.product(*places):
+    for other in [coordinate] if size == of_query and (not had or had == wanted) else itertools.product(*places):
         first, count = _place(of_query, shape, other, wanted)
         start, size_there = _place(size, shape, other, had)
         share = max(of_query // max(size, 1), 1)  # number of query heads of a key head
