@@ -94,7 +94,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
         if failed_kernels or passed or any(x.wrong for x in tuned.of(call.query.device).values()):
             from ..launch import run
 
-            why = run.without_stats(call, stats, weights.dim() == 4)
+            why = run.without_stats(call, stats, weights.dim() == 4, backend)
         came = grad_out, grad_lse, grad_weights
         if why is None and (found := _repeated(came, out, weights, stats, call, backend, need)) is not None:
             return found

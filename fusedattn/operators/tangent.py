@@ -44,7 +44,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..launch.forward import launch_tangent
 
     def launch():
-        if (why := run.without_stats(call, stats, need_weights)) is not None:
+        if (why := run.without_stats(call, stats, need_weights, backend)) is not None:
             raise why
         filled = *results[:2], results[2] if need_weights else None
         launch_tangent(*filled, directions, out, stats.contiguous(), call)
