@@ -133,8 +133,8 @@ def kind_of(name, call, cached=False):
     """Return a key: calls with equal keys share tiles and failures. cached: whether a Hopper kernel reads caches."""
     if name in tile_table.ON_HOPPER:
         return f"{name} ({hopper.variant(bounded(call), cached)})", device_of(call.query)
-    query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
-    small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
+    query, rows = call.query, [call.query.shape[2], *[call.max_seqlen_q] * (call.max_seqlen_q is not None)]
+    small = min(rows) <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
     small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
     # If the number of columns is no multiple of 16, threads load single elements, and addresses take many registers.
