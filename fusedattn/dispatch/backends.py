@@ -235,7 +235,7 @@ def _backend_here(call: Call, backend: str, has_caches: bool) -> str:
     if backend != "cpu" and not machine_reasons(_device(call)):  # in Triton's interpreter
         return backend
     if has_caches and backend == "cpu" and not call.named:
-        return "triton"
+        return "naive" if machine_reasons(_device(call)) or call.query.dtype == torch.float64 else "triton"
     return choose(call, False, backend if call.named else None).name
 
 
