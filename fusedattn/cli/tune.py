@@ -37,7 +37,8 @@ def run(arguments, output: Output) -> int:
     every = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
     cases = [Case(*shape, shape[-1], False, dtype) for dtype, shape in every]
     sizes = [(case, load) for load in OPTIONS for case in cases if case.Sq == case.Sk or load != "masked"]
-    file, problem = tuned.path(about["gpu"]), None
+    file: Path = tuned.path(about["gpu"])
+    problem: Exception | None = None
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # raises now if files cannot be written there
         try:

@@ -307,7 +307,7 @@ def explain(
         call = checked(arguments, named=chosen is not None)
     else:
         call = checked_varlen(arguments, *offsets, return_weights, chosen is not None)
-    gpu = None
+    gpu = thread_overrides.gpu
     if capability is not None:
         pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]
         if not pair or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):

@@ -7,8 +7,8 @@ import sys
 import warnings
 
 # Errors that may be temporary: a full disk, too many open files, no memory for a process, a network folder.
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM)
-_PASSING += (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM}
+_PASSING |= {errno.ESTALE, errno.EIO, errno.ETIMEDOUT}
 _ORIGINS = {*sys.stdlib_module_names, "torch", "triton"}  # packages of the exceptions that Triton raises
 failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
 passed: dict[tuple, str] = {}  # failures that may be temporary, as in `failed_kernels`

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fusedattn import cli
+from fusedattn.cli import machine
 from fusedattn.dispatch import backends
 from fusedattn.naive import formula
 from fusedattn.testing import cases as grid
@@ -46,6 +47,7 @@ def raising(*call):
 
 
 def test_info_says_what_takes_a_call_and_why_no_other_does(capsys):
+    assert machine.explained("cuda:7", "float64").backend == "naive", "no memory of that GPU is needed"
     status, found = answer(capsys, "info")
     assert status == 0 and found["versions"]["torch"] == torch.__version__
     assert len(found["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
