@@ -23,6 +23,7 @@ for word in "$@"; do
     [[ $word != *.csv ]] || echo row >>"$word"
 done
 """
+LIMIT = r"(?:step|tests) (\w+) (\d+) |^question (\d+) (\w+)"
 TIMEOUT = """#!/usr/bin/env bash
 exec %s -s INT -k 0.5 2 "${@:6}"
 """
@@ -62,8 +63,7 @@ def test_each_step_runs_and_what_it_left_is_in_the_archive(run):
 
 def test_slots_of_ten_minutes():
     text = (ROOT / "bench" / "gpu.sh").read_text()
-    limits = {name: int(seconds) for name, seconds in re.findall(r"(?:step|tests) (\w+) (\d+)", text)}
-    limits |= {name: int(seconds) for seconds, name in re.findall(r"^question (\d+) (\w+)", text, re.MULTILINE)}
+    limits = {name or question: int(a or b) for name, a, b, question in re.findall(LIMIT, text, re.MULTILINE)}
     slots = [slot.split() for slot in re.search("# +(info .*)", text)[1].split("|")]
     assert sorted(sum(slots, [])) == sorted(STEPS) and all(sum(map(limits.get, slot)) <= 600 for slot in slots)
 

@@ -150,7 +150,6 @@ def test_results_lie_as_the_query_does(device):
 
 @pytest.mark.parametrize("rows, token_masks", [(5, ()), (3, ("key_mask",))], ids=["outside", "past the bound"])
 def test_rows_without_results_change_no_shared_gradient(rows, token_masks, device, unchecked, poison):
-    """Only calls with a mask need the bound on the number of rows, and ignore rows past it."""
     *inputs, grad = draw_packed((5, 9), (5, 9), device)
     (slopes, sinks), cu = leaves(*torch.rand(2, 4, device=device)), offsets((5,), device)
     options = dict(alibi_slopes=slopes, sinks=sinks, max_seqlen_q=3, max_seqlen_k=5, align="top_left")
