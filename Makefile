@@ -55,7 +55,7 @@ benchmarks: $(READY) ## test the benchmarks and the commands
 
 versions: $(READY) $(OTHERS:%=.triton-%) ## test Triton internals and a few calls, with the oldest and the newest Triton
 	$(foreach v,$(OTHERS),PYTHONPATH=.triton-$(v) $(PYTEST) $(INTERNALS) $(call CALLS_OF,$(v)) -k "not little_time" &&) true
-	PYTHONPATH=.triton-3.9.0 .venv/bin/fusedattn check --device cpu --dtype bfloat16
+	PYTHONPATH=.triton-$(lastword $(OTHERS)) .venv/bin/fusedattn check --device cpu --dtype bfloat16
 
 older-cpu: $(READY) ## test the CPU backend and Hugging Face models, without AVX-512
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TRITON_INTERPRET=1 \

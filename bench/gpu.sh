@@ -2,8 +2,8 @@
 # Runs everything that needs a GPU: bash bench/gpu.sh [COMMIT [STEP ...]]
 #
 # It needs a python3 (or PYTHON) with torch, triton and pytest, better with pytest-xdist; no network, no installation.
-# Steps have time limits and are independent. All take half an hour; in slots of ten minutes:
-#     info first forward backward packed | kernels hopper | others matrix decode | tune options module | flex check
+# Steps have time limits and are independent. Their limits add up to 42 minutes; in slots of ten minutes:
+#     info first forward backward packed | kernels hopper | others matrix | tune options module | decode flex check
 # Logs, CSV files and the file of `fusedattn tune` go into results.tgz in the folder OUT (default: out), and are added to
 # those of earlier runs. COMMIT is written into the rows if there is no git. The exit status is 1 if a step failed or did
 # not finish. Without a GPU it is a rehearsal.

@@ -78,6 +78,9 @@ def create(path) -> None:
         append(path, COLUMNS)
     elif path.is_file():
         read(path)
+        if not path.read_bytes().endswith(b"\n"):  # a run was killed while it wrote its last line
+            with path.open("a") as file:
+                file.write("\n")
     else:  # reading a device might never end
         raise ValueError(f"expected a file, got {path}")
 

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from ..call.options import override
 from ..dispatch.backends import Explanation, explain
 from .output import Problem
 
@@ -32,8 +33,9 @@ def need_gpu(why: str) -> None:
 
 
 def explained(device: str, dtype: str, backend: str | None = None) -> Explanation:
-    small = (torch.zeros(1, 1, 16, 64, device=device, dtype=getattr(torch, dtype)),) * 3
-    return explain(*small, backend=backend)
+    small = (torch.empty(1, 1, 16, 64, device="meta", dtype=getattr(torch, dtype)),) * 3
+    with override(gpu=torch.device(device)):  # takes no memory of a GPU, which another process may have filled
+        return explain(*small, backend=backend)
 
 
 def cores() -> int:

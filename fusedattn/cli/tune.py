@@ -4,6 +4,8 @@ import contextlib
 import functools
 import itertools
 import json
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -35,26 +37,35 @@ def run(arguments, output: Output) -> int:
     every = itertools.product(arguments.dtype or ["bfloat16"], arguments.shape or usual)
     cases = [Case(*shape, shape[-1], False, dtype) for dtype, shape in every]
     sizes = [(case, load) for load in OPTIONS for case in cases if case.Sq == case.Sk or load != "masked"]
-    try:
-        with output.progress("sizes", len(sizes)) as advance:
-            for case, load in sizes:
-                measure(rows, case._replace(options=OPTIONS[load]), load, device, int(about["capability"]))
-                advance(case.name)
-    except KeyboardInterrupt:
-        output.say("Stopped. Rows so far:")
-    order = tuned.MEASURED.index
-    found = sorted(rows.values(), key=lambda row: (row[1:4], order(row.kernel), sum(row.ms.values())))
-    file = tuned.path(about["gpu"])
-    content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
-    if found:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")  # readers never see half a file
-        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        part.replace(file)
-    cells = [[*row[:4], named(row.form), " ".join(f"{x:.3f}" for x in row.ms.values()), row.why] for row in found]
-    output.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
-    output.say(f"{file}: calls on this GPU now use the fastest that passed." if found else "Nothing was measured.")
-    output.finish(dict(file=str(file)) | content)
+    file: Path = tuned.path(about["gpu"])
+    problem: Exception | None = None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:  # raises now if files cannot be written there
+        try:
+            with output.progress("sizes", len(sizes)) as advance:
+                for case, load in sizes:
+                    measure(rows, case._replace(options=OPTIONS[load]), load, device, int(about["capability"]))
+                    advance(case.name)
+        except KeyboardInterrupt:
+            output.say("Stopped. Rows so far:")
+        except Problem as error:
+            problem = error
+        order = tuned.MEASURED.index
+        found = sorted(rows.values(), key=lambda row: (row[1:4], order(row.kernel), sum(row.ms.values())))
+        content = dict(about=about, forms=[row._asdict() | dict(form=row.form and row.form._asdict()) for row in found])
+        try:
+            if found:
+                part = Path(folder, file.name)  # readers never see half a file
+                part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                part.replace(file)
+            output.say(f"{file}: calls on this GPU use the fastest that passed." if found else "Nothing was measured.")
+        except OSError as error:
+            problem = error
+        cells = [[*row[:4], named(row.form), " ".join(f"{x:.3f}" for x in row.ms.values()), row.why] for row in found]
+        output.table("Each form", ["kernel", "dtype", "width", "calls", "form", "full, causal: ms", "wrong"], cells)
+        output.finish(dict(file=str(file)) | content)
+    if problem is not None:
+        raise problem
     return 0 if found else 1
 
 

@@ -19,7 +19,7 @@ from ..call.rules import checked
 from ..call.varlen import checked_varlen
 from ..cpu import run as cpu
 from ..launch import grids, tile_table, tuned
-from ..launch.failures import cause, failed_kernels, warn_once
+from ..launch.failures import cause, failed_kernels, is_passing, warn_once
 from ..naive import formula
 from ..operators import attention, decode as cached, namespace
 
@@ -33,6 +33,8 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     try:
         import triton
     except Exception as error:  # a broken installation may raise anything
+        if is_passing(error, error.__context__):
+            raise
         absent = isinstance(error, ImportError) and error.name in (None, "triton")  # not a missing dependency of Triton
         why = str(error) if isinstance(error, ImportError) else cause(error)
         return (f"Triton {'is not installed' if absent else 'cannot be imported'} ({why})",)
@@ -47,6 +49,8 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     try:
         from ..launch import run as launch
     except Exception as error:  # a later Triton may lack a function that the kernels use
+        if is_passing(error, error.__context__):
+            raise
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
     if isinstance(device, torch.device) and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return ("this machine has no such GPU",)  # the device of a fake tensor
@@ -231,7 +235,7 @@ def _backend_here(call: Call, backend: str, has_caches: bool) -> str:
     if backend != "cpu" and not machine_reasons(_device(call)):  # in Triton's interpreter
         return backend
     if has_caches and backend == "cpu" and not call.named:
-        return "triton"
+        return "naive" if machine_reasons(_device(call)) or call.query.dtype == torch.float64 else "triton"
     return choose(call, False, backend if call.named else None).name
 
 
@@ -303,7 +307,7 @@ def explain(
         call = checked(arguments, named=chosen is not None)
     else:
         call = checked_varlen(arguments, *offsets, return_weights, chosen is not None)
-    gpu = None
+    gpu = thread_overrides.gpu
     if capability is not None:
         pair = isinstance(capability, (tuple, list)) and [type(x) for x in capability] == [int, int]
         if not pair or not (0 < capability[0] < 100 and 0 <= capability[1] < 10):

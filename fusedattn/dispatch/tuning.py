@@ -24,7 +24,7 @@ def load(file: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or for none of the GPUs here.
+        ValueError: it is damaged, or for none of the GPUs here. Without a GPU, a file of any GPU is loaded.
         TypeError: `file` is not a path.
     """
     if not isinstance(file, str | os.PathLike):

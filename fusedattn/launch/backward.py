@@ -115,13 +115,10 @@ def _spread(sums, offsets, most):
 
 def _totals(sums, offsets, batch):
     """Add up sums by row (B, H, S, 1): return (B, H), or if packed (batch, H). batch: 1 or the number of sequences."""
-    if offsets is None:
+    if offsets is None or batch == 1:
         return sums.sum((2, 3))
     # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in no fixed order.
     offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
-    if batch == 1:  # kernels do not write rows outside all sequences
-        rows = torch.arange(sums.shape[2], device=sums.device)[:, None]
-        return sums.where((rows >= offsets[0]) & (rows < offsets[-1]), 0.0).sum((2, 3))
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
@@ -231,7 +228,9 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
     summed = _by_row({name: grad is not None for name, grad in grads.items()}, where)
-    by_row = {name: p.table(stats, 1) if wanted else None for name, wanted in summed.items()}
+    # Kernels do not write rows outside of sequences.
+    table = stats.new_empty if call.cu_seqlens_q is None else stats.new_zeros
+    by_row = {name: table((*call.query.shape[:3], 1)) if wanted else None for name, wanted in summed.items()}
     by_key = stats.new_zeros((*call.query.shape[:2], call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)

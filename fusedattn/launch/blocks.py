@@ -55,8 +55,8 @@ def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
     """Return Sequences with `count` slots for blocks of rows or keys. A tensor `used` gets the number of used slots."""
     batch, new = lengths.cu_seqlens_q.shape[0] - 1, functools.partial(run.full, lengths.cu_seqlens_q)
     sequences = Sequences(new((count, 2), -1) if count else None, new((batch, 4), 0))
-    most_q = lengths.rows if lengths.max_seqlen_q is None else lengths.max_seqlen_q
-    most_k = lengths.keys if lengths.max_seqlen_k is None else lengths.max_seqlen_k
+    longest = lengths.max_seqlen_q, lengths.max_seqlen_k
+    most_q, most_k = (lengths.rows, lengths.keys) if None in longest else longest
     launched = dict(Slots=sequences.slots, Extents=sequences.extents, Used=used)
     launched |= dict(OffsetsQ=lengths.cu_seqlens_q.contiguous(), OffsetsK=lengths.cu_seqlens_k.contiguous())
     launched |= dict(n=batch, q_len=lengths.rows, k_len=lengths.keys, max_seqlen_q=most_q, max_seqlen_k=most_k)

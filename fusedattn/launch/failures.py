@@ -1,13 +1,17 @@
 """Kernels that did not compile or load on this machine at their first call, with the reason and advice."""
 
 import errno
+import signal
 import subprocess  # noqa: TID251 - knows the error of a C compiler that Triton calls
+import sys
 import warnings
 
-# Errors that may be temporary: a full disk, too many open files.
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR)
+# Errors that may be temporary: a full disk, too many open files, no memory for a process, a network folder.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.ENOMEM}
+_PASSING |= {errno.ESTALE, errno.EIO, errno.ETIMEDOUT}
+_ORIGINS = {*sys.stdlib_module_names, "torch", "triton"}  # packages of the exceptions that Triton raises
 failed_kernels: dict[tuple, str] = {}  # {run.kind_of(kernel, call) or (kernel, device): why it failed}
-passed: set[str] = set()  # reasons of failures that may be temporary
+passed: dict[tuple, str] = {}  # failures that may be temporary, as in `failed_kernels`
 _warned: set[str] = set()
 
 
@@ -25,19 +29,33 @@ def forget() -> None:
     _warned.clear()
 
 
-def known(key: tuple) -> "KernelUnavailable | None":
-    """Return the error of a kernel that has failed before, or None. key: a key of `failed_kernels`."""
+def known(key: tuple, maybe: bool = False) -> "KernelUnavailable | None":
+    """Return the error of a kernel that has failed before, or None. maybe: also one that may be temporary."""
     why = failed_kernels.get(("every kernel", key[1])) or failed_kernels.get(key) if failed_kernels else None
+    why = passed.get(key) if why is None and maybe else why
     return None if why is None else KernelUnavailable(why)
 
 
-def remember(key: tuple, error: Exception) -> "KernelUnavailable":
+def is_passing(error: BaseException | None, outer: BaseException | None) -> bool:
+    """Return whether a failure may be temporary. Raise an exception from outside of Triton, as of a time limit."""
+    # A signal handler raises anywhere. Triton wraps what it catches, so follow the chain to what the caller handles.
+    if error is None or error is outer:
+        return False
+    if type(error).__module__.partition(".")[0] not in _ORIGINS or (type(error) is TimeoutError and not error.errno):
+        raise error
+    passing = isinstance(error, (MemoryError, RecursionError)) or getattr(error, "errno", None) in _PASSING
+    killed = isinstance(error, subprocess.CalledProcessError) and error.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+    return is_passing(error.__context__, outer) or passing or killed
+
+
+def remember(key: tuple, error: Exception, outer: BaseException | None = None) -> "KernelUnavailable":
     """Return the error to raise for a failed kernel. Keep it for later calls, unless its cause may be temporary."""
+    # outer: the exception that the caller was handling before.
     name, device, *_ = key
     whole, what, advice = _judge(name, error)
     message = f"{what} on {device} ({cause(error)}); {advice}"
-    if isinstance(error, OSError) and error.errno in _PASSING:
-        passed.add(message)
+    if is_passing(error, outer):
+        passed[key] = message
     else:
         failed_kernels[("every kernel", device) if whole else key] = message
     return KernelUnavailable(message)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import sys
 import threading
 
 import torch
@@ -16,7 +17,7 @@ from ..kernels.vocabulary.columns import PART
 from ..kernels.vocabulary.memory import width
 from ..kernels.weights import weights
 from . import failures, hopper, launcher, tile_table, tuned
-from .arguments import hides
+from .arguments import bounded, hides
 
 
 def interpreting() -> bool:
@@ -59,13 +60,14 @@ def run_kernel(name, programs, arguments, device, kind=None, last=True, **option
         if failures.failed_kernels and (why := failures.known(kind)) is not None:
             raise why
         options["enable_fp_fusion"] = True  # kernels rely on it, and Triton 3.10 does not do it by default
+        _, outer, _ = sys.exc_info()
         try:
             compiled = launcher.load(kernel, programs, arguments, options)
         except Exception as error:  # whatever Triton raises here, the kernel is unavailable
             passing = any(words in str(error) for words in ("out of memory", "captur"))  # "captur": in a CUDA graph
             if passing or (isinstance(error, OutOfResources) and not last):
                 raise  # another call, or another tile, may succeed
-            raise failures.remember(kind, error) from error
+            raise failures.remember(kind, error, outer) from error
     if recorder is not None:
         recorder.add(kernel, compiled, programs, arguments, options)
     elif compiled is None:
@@ -89,6 +91,13 @@ def capability(device):
 def has_hopper(tensor):
     """Return whether a tensor's device runs Hopper kernels. A compiled graph may come from another GPU."""
     return hopper.missing is None and capability(device_of(tensor)) == 90
+
+
+def on_hopper(call, backend, chosen=False):
+    """Return whether to run the Hopper forward. chosen: the backend was chosen for this call, not in a graph."""
+    if backend != "hopper" or not has_hopper(call.query) or call.key.shape[2] == 0:
+        return False
+    return chosen or call.named or not hopper.reasons(call)
 
 
 @functools.cache
@@ -123,9 +132,9 @@ def pressure_of(call):
 def kind_of(name, call, cached=False):
     """Return a key: calls with equal keys share tiles and failures. cached: whether a Hopper kernel reads caches."""
     if name in tile_table.ON_HOPPER:
-        return f"{name} ({hopper.variant(call, cached)})", device_of(call.query)
-    query, rows = call.query, call.query.shape[2] if call.max_seqlen_q is None else call.max_seqlen_q
-    small = rows <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
+        return f"{name} ({hopper.variant(bounded(call), cached)})", device_of(call.query)
+    query, rows = call.query, [call.query.shape[2], *[call.max_seqlen_q] * (call.max_seqlen_q is not None)]
+    small = min(rows) <= tile_table.FEW_ROWS and name in ("forward", "dq", "tangent")
     # A tile of n rows visits n - 1 keys more than one row does. With 128 rows that is over a tenth of a narrow window.
     small = small or (None not in (call.left, call.right) and call.left + 1 + call.right < 10 * 127)
     # If the number of columns is no multiple of 16, threads load single elements, and addresses take many registers.
@@ -216,8 +225,8 @@ def run_tiled(name, call, programs, arguments, more=None):
                 tile_table.fitting[kind] = min(smaller, tile_table.fitting.get(kind, smaller), key=len)
 
 
-def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailable | None":
-    """Return the error of the first kernel in `names` that is known to fail for a call, or None."""
+def failed(call: Call, names, cached: bool = False, maybe: bool = False) -> "failures.KernelUnavailable | None":
+    """Return the error of the first kernel that is known to fail for a call, or None. maybe: as in `failures.known`."""
     device = device_of(call.query)
     for name in names:
         if form_of(name, call) is None:
@@ -227,13 +236,15 @@ def failed(call: Call, names, cached: bool = False) -> "failures.KernelUnavailab
         kinds += [(name, device) for name in ("block_mask", "tile_lists")]
     if call.cu_seqlens_q is not None:
         kinds.append(("fill_slots", device))
-    return next((why for why in map(failures.known, kinds) if why is not None), None)
+    return next((why for kind in kinds if (why := failures.known(kind, maybe)) is not None), None)
 
 
-def without_stats(call: Call, stats, need_weights: bool) -> "failures.KernelUnavailable | None":
+def without_stats(call: Call, stats, need_weights: bool, backend: str) -> "failures.KernelUnavailable | None":
     """Return the reason why a forward ran on the naive path, which leaves no stats; None if kernels computed it."""
-    why = failed(call, ["forward", *["weights"] * need_weights])
-    # A kernel that failed in the forward may run now. The naive path fills stats with NaN.
-    if why is None and failures.passed and not call.named and stats.flatten()[0].isnan():
-        return failures.KernelUnavailable(next(iter(failures.passed)))
-    return why
+    ways = [["forward"], *[["hopper", "combine"]] * on_hopper(call, backend)]
+    for maybe in (False, True):
+        why, *others = [failed(call, [*names, *["weights"] * need_weights], maybe=maybe) for names in ways]
+        # A kernel that failed in the forward may run now. The naive path fills stats with NaN.
+        if None not in (why, *others) and not (maybe and (call.named or not stats.flatten()[0].isnan())):
+            return why
+    return None

@@ -89,6 +89,10 @@ def append(decode: Decode) -> None:
     if decode.new_key is None or decode.new_value is None:
         return
     caches = decode.key_cache, decode.value_cache
+    for name, cache in zip(("key_cache", "value_cache"), caches, strict=True):
+        # PyTorch would raise after it has written the keys. Kernels can write to an inference tensor.
+        if not torch.compiler.is_compiling() and cache.is_inference() and not torch.is_inference_mode_enabled():
+            fail(ValueError, name, "a cache made outside of torch.inference_mode() for new_key", "an inference tensor")
     if decode.table is None and decode.cos is None and is_known(decode.lengths) and plain(decode):
         lengths = decode.lengths.tolist()
         if lengths and min(lengths) >= 0 and max(lengths) + decode.added <= capacity_of(decode):

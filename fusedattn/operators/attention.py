@@ -51,15 +51,6 @@ def _filled(call: Call, out: Tensor, lse: Tensor | None, weights: Tensor | None,
     return out, *[query.new_empty(0, dtype=dtype) if x is None else row_major(x) for x, dtype in pairs]
 
 
-def _on_hopper(call, backend, chosen):
-    """Return whether to run the Hopper forward. chosen: the backend was chosen for this call, not in a graph."""
-    from ..launch import hopper, run
-
-    if backend != "hopper" or not run.has_hopper(call.query) or call.key.shape[2] == 0:
-        return False
-    return chosen or call.named or not hopper.reasons(call)
-
-
 def _compute(call, options, chosen=True):
     """Compute (output, lse, weights, stats). Results that are not needed are None or empty."""
     *needs, backend = options
@@ -67,11 +58,12 @@ def _compute(call, options, chosen=True):
         return (cpu.forward if backend == "cpu" else _naive)(call, *needs)
     out, *rest = results = new_forward(*call, *options)
     if out.numel():
-        from ..launch import forward  # imports Triton
+        from ..launch import forward, run  # they import Triton
 
         filled = [x if x.numel() else None for x in rest]
-        kinds = (True, False) if _on_hopper(call, backend, chosen) else (False,)
-        launches = [functools.partial(forward.launch_forward, out, *filled, call, on_hopper) for on_hopper in kinds]
+        kinds = (True, False) if run.on_hopper(call, backend, chosen) else (False,)
+        bare = schema.without_bounds(call, needs[1])
+        launches = [functools.partial(forward.launch_forward, out, *filled, bare, on_hopper) for on_hopper in kinds]
 
         def naive():
             if partial.is_part(call, needs[1]):
@@ -86,12 +78,12 @@ def _compute(call, options, chosen=True):
 
 def record(call, options, marks, recorder, tensors, chosen=True):
     """Launch a forward in a Recorder. Return results, block mask and mask bits. marks: compute the last two here."""
-    from ..launch import blocks, forward
+    from ..launch import blocks, forward, run
 
     call = of_calls.with_tensors(call, tensors)
     call = blocks.marked(call) if marks else call
     results = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
-    forward.launch_forward(*results, call, _on_hopper(call, options[-1], chosen))
+    forward.launch_forward(*results, call, run.on_hopper(call, options[-1], chosen))
     return [*results, call.block_mask, call.mask_bits]
 
 
@@ -99,8 +91,9 @@ def _repeat(call, options, chosen=True):
     """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
-        launch = functools.partial(record, call, options, False, chosen=chosen)
-        found = repeats.repeat(("forward", options, repeats.facts(call)), of_calls.tensors(call), launch)
+        bare = schema.without_bounds(call, options[1])
+        launch = functools.partial(record, bare, options, False, chosen=chosen)
+        found = repeats.repeat(("forward", options, repeats.facts(bare)), of_calls.tensors(call), launch)
     return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]
 
 

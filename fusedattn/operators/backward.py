@@ -17,7 +17,7 @@ from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, run_operator, save, saved
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, run_operator, save, saved, without_bounds
 from .vmap_rule import vmap_rule
 
 
@@ -94,9 +94,9 @@ def _compute(incoming, out, weights, stats, call, backend, need):
         if failed_kernels or passed or any(x.wrong for x in tuned.of(call.query.device).values()):
             from ..launch import run
 
-            why = run.without_stats(call, stats, weights.dim() == 4)
-        came = grad_out, grad_lse, grad_weights
-        if why is None and (found := _repeated(came, out, weights, stats, call, backend, need)) is not None:
+            why = run.without_stats(call, stats, weights.dim() == 4, backend)
+        came, bare = (grad_out, grad_lse, grad_weights), without_bounds(call, weights.dim() == 4)
+        if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
             return found
     grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     if not out.numel():
@@ -121,7 +121,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
         if why is not None:
             raise why
         wanted = [grad if grad.numel() else None for grad in grads]
-        launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, call, backend)
+        launch_backward(wanted, grad_out, grad_lse, grad_weights, out, weights, stats, bare, backend)
 
     # If a Hopper kernel fails in the first launch, the second runs the Triton kernels for any GPU.
     on_hopper = run.capability(call.query.device) == 90 and not reasons_not_on_hopper(call, need, backend)

@@ -12,6 +12,7 @@ from ..call.options import ATTENDED, CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd, forward_level, transforms_active
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
+from ..launch.tile_table import FEW_ROWS
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # results with derivatives
@@ -85,6 +86,16 @@ def run_operator(operator, implementation, *arguments):
     flops.offer(operator)
     with below_autograd():
         return operator(*arguments)
+
+
+def without_bounds(call: Call, need_weights: bool) -> Call:
+    """Return a call without maximum lengths that its kernels do not need, so that calls differ in fewer facts."""
+    # max_seqlen_q still tells whether tiles of few rows suffice.
+    packed, plain = call.cu_seqlens_q is not None, call.mask is call.block_mask is call.bias is call.key_mask is None
+    if need_weights or not (packed and plain):
+        return call
+    few = call.max_seqlen_q is not None and call.max_seqlen_q <= FEW_ROWS
+    return call._replace(max_seqlen_q=FEW_ROWS if few else None, max_seqlen_k=None)
 
 
 def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from . import rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register
-from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, run_operator, save, saved
+from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, run_operator, save, saved, without_bounds
 from .vmap_rule import vmap_rule
 
 
@@ -44,10 +44,10 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from ..launch.forward import launch_tangent
 
     def launch():
-        if (why := run.without_stats(call, stats, need_weights)) is not None:
+        if (why := run.without_stats(call, stats, need_weights, backend)) is not None:
             raise why
         filled = *results[:2], results[2] if need_weights else None
-        launch_tangent(*filled, directions, out, stats.contiguous(), call)
+        launch_tangent(*filled, directions, out, stats.contiguous(), without_bounds(call, need_weights))
 
     by_kernel(call, [launch], lambda: fill(results, _by_formula(call, directions, need_weights)))
     return results

@@ -1,6 +1,7 @@
 """Tests gpu.sh with a fake Python that succeeds, hangs or fails: each step leaves its results in the archive."""
 
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -22,6 +23,7 @@ for word in "$@"; do
     [[ $word != *.csv ]] || echo row >>"$word"
 done
 """
+LIMIT = r"(?:step|tests) (\w+) (\d+) |^question (\d+) (\w+)"
 TIMEOUT = """#!/usr/bin/env bash
 exec %s -s INT -k 0.5 2 "${@:6}"
 """
@@ -57,6 +59,13 @@ def test_each_step_runs_and_what_it_left_is_in_the_archive(run):
     named = [word for call in calls for word in call.split() if word.startswith("tests/")]
     assert named and all((ROOT / word.partition("::")[0].removeprefix("--ignore=")).exists() for word in named)
     assert len(done.stdout) < 12_000
+
+
+def test_slots_of_ten_minutes():
+    text = (ROOT / "bench" / "gpu.sh").read_text()
+    limits = {name or question: int(a or b) for name, a, b, question in re.findall(LIMIT, text, re.MULTILINE)}
+    slots = [slot.split() for slot in re.search("# +(info .*)", text)[1].split("|")]
+    assert sorted(sum(slots, [])) == sorted(STEPS) and all(sum(map(limits.get, slot)) <= 600 for slot in slots)
 
 
 def test_what_hangs_or_fails_costs_itself_alone(run):

@@ -94,10 +94,7 @@ def test_an_error_of_a_file_loses_no_rows(of_csv, tmp_path, capsys, monkeypatch)
         yield next(measure(*arguments))
         raise OSError(5, "Input/output error", "other")
 
-    if of_csv:
-        monkeypatch.setattr(rows, "append", full)
-    else:
-        monkeypatch.setattr(bench.measure, "measure", ends)
+    monkeypatch.setattr(*(rows, "append", full) if of_csv else (bench.measure, "measure", ends))
     assert cli.main([*SQUARE, "--csv", str(tmp_path / "a.csv"), "--json"]) == 2
     shown = capsys.readouterr()
     found = json.loads(shown.out)

@@ -68,7 +68,15 @@ def test_the_command_writes_a_file_that_launches_read(options, dtype, widths, lo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     timed = lambda row, case, device: row._replace(ms={**row.ms, case.name: (row.form or (1.0,))[0]})  # noqa: E731
     monkeypatch.setattr(tune, "measured", timed)
-    assert cli.main(["tune", "--json", *options]) == 0
+    measure = tune.measure
+
+    def stopped(rows, case, load, *rest):
+        measure(rows, case, load, *rest)
+        if options and load == "rich":
+            raise tune.Problem("broke the GPU")  # what was measured before is kept
+
+    monkeypatch.setattr(tune, "measure", stopped)
+    assert cli.main(["tune", "--json", *options]) == 2 * bool(options)
     fa.tuning.forget()
     said, found = json.loads(capsys.readouterr().out), tuned.of(GPU)
     assert said == dict(file=str(file)) | json.loads(file.read_text()) and said["about"] == ABOUT

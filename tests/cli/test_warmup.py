@@ -86,9 +86,6 @@ def test_the_command_compiles_each_pass_of_each_shape(gpu, capsys):
     assert cli.main(["warmup", "--shape", "4,8,2,512,512,64", "--inference", "--causal", "--jobs", "1"]) == 0
     assert [(case.causal, what) for case, what in gpu] == [(True, "inference")]
     assert "2 kernels in" in capsys.readouterr().out
-
-
-def test_a_pass_that_fails_is_a_row_and_the_status(gpu, capsys):
-    assert cli.main(["warmup", "--shape", "4,8,2,512,512,256", "--no-causal"]) == 1
+    assert cli.main(["warmup", "--shape", "4,8,2,512,512,256", "--no-causal"]) == 1  # a pass that fails is a row
     said = capsys.readouterr().out
     assert said.count("no room") == 3 and "causal" not in said

@@ -1,5 +1,6 @@
 """Tests the choice of a backend, and the reasons why others are not chosen."""
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -31,6 +32,13 @@ def test_a_call_on_the_cpu_takes_cpu():
 
 
 LEARNED = torch.zeros(2, 4, requires_grad=True)
+BIAS = dict(bias=LEARNED[:, :1][None, :, None])
+GRADIENTS = {  # {name: (options, gradient that the naive formula computes)}
+    "bias": (BIAS, None),
+    "bias beside a key_mask": (BIAS | dict(key_mask=torch.ones(4, dtype=torch.bool)), "gradient of bias"),
+    "slopes": (dict(alibi_slopes=LEARNED[:, 0]), "gradient of alibi_slopes"),
+    "weights": (dict(return_weights=True), None),
+}
 
 
 @pytest.mark.parametrize("options, lacks", [(dict(softcap=2.0), "softcap"), (dict(dropout_p=0.5, seed=1), "dropout")])
@@ -47,16 +55,7 @@ def test_what_cpu_does_not_take_naive_does(options, lacks):
     assert torch.equal(*(fa.attention(*inputs, **options, backend=name) for name in (None, "naive")))
 
 
-@pytest.mark.parametrize(
-    "options, lacks",
-    [
-        (dict(bias=LEARNED[:, :1][None, :, None]), None),
-        (dict(bias=LEARNED[:, :1][None, :, None], key_mask=torch.ones(4, dtype=torch.bool)), "gradient of bias"),
-        (dict(alibi_slopes=LEARNED[:, 0]), "gradient of alibi_slopes"),
-        (dict(return_weights=True), None),
-    ],
-    ids=["bias", "bias beside a key_mask", "slopes", "weights"],
-)
+@pytest.mark.parametrize("options, lacks", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_gradient_changes_no_backend_and_explain_says_who_computes_it(options, lacks):
     leaves = [x.requires_grad_() for x in draw()]
     said = fa.explain(*leaves, **options)
@@ -191,6 +190,7 @@ BROKEN = [
     (OSError("libtriton.so: no file"), "Triton cannot be imported (OSError: libtriton.so: no file)"),
     (ImportError("no triton._C", name="triton._C"), "Triton cannot be imported (no triton._C)"),
     (None, "Triton is 3.5.1+git12, older than 3.6"),
+    (TimeoutError("late"), None),  # raised by a signal handler
 ]
 
 
@@ -204,7 +204,8 @@ def test_a_triton_that_is_broken_or_old_is_a_reason_like_any_other(error, why, m
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(sys, "meta_path", [OtherTriton(does), *sys.meta_path])
     for kind in ("cpu", "cuda"):
-        assert backends._find_machine_reasons.__wrapped__(torch.device(kind)) == (why,)
+        with contextlib.nullcontext() if why else pytest.raises(TimeoutError):
+            assert backends._find_machine_reasons.__wrapped__(torch.device(kind)) == (why,)
 
 
 MACHINES = {
@@ -243,20 +244,13 @@ def test_a_triton_that_kernels_cannot_be_imported_with(monkeypatch):
     assert why.startswith("its kernels cannot be imported with Triton") and "(ImportError: cannot import name" in why
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "import triton.experimental.gluon.language.nvidia.hopper as hopper; del hopper.warpgroup_mma",
-        "import triton.experimental.gluon.language as gl; del gl.shared_memory_descriptor",
-    ],
-    ids=["a function", "a name"],
-)
+@pytest.mark.parametrize("other", [".nvidia.hopper as x; del x.warpgroup_mma", " as x; del x.shared_memory_descriptor"])
 @pytest.mark.one_in(2)
 def test_a_triton_of_which_gluon_lacks_something_has_the_other_kernels_and_no_warning(other, device):
     if device != "cpu":
         pytest.skip("about what is imported")
     program = (
-        f"{other}\n"
+        f"import triton.experimental.gluon.language{other}\n"
         "import torch, fusedattn as fa\n"
         "x = torch.randn(1, 1, 3, 8, dtype=torch.bfloat16)\n"
         "print(fa.attention(x, x, x, backend='triton').shape, fa.explain(x, x, x, capability=(9, 0)))\n"

@@ -264,14 +264,9 @@ def test_what_the_backward_needs_is_kept_as_torch_keeps_it(device):
 def test_what_was_kept_may_come_back_in_another_order(backend, dtype, mean, device):
     """Gradients are right if a hook returns saved tensors with other strides, as save_on_cpu(pin_memory=True) does."""
 
-    def as_it_is(x):
-        return x
-
-    def contiguous(x):
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-
-    def by_columns(x):
-        return x.mT.clone(memory_format=torch.contiguous_format).mT
+    as_it_is = lambda x: x  # noqa: E731
+    contiguous = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    by_columns = lambda x: contiguous(x.mT).mT  # noqa: E731
 
     def gradients(inputs, pack):
         with torch.autograd.graph.saved_tensors_hooks(pack, as_it_is):

@@ -148,13 +148,16 @@ def test_results_lie_as_the_query_does(device):
         assert out["triton"].stride() == out["naive"].stride() == torch.empty_like(made[..., :8]).stride()
 
 
-def test_rows_outside_all_sequences_change_no_shared_gradient(device, unchecked, poison):
+@pytest.mark.parametrize("rows, token_masks", [(5, ()), (3, ("key_mask",))], ids=["outside", "past the bound"])
+def test_rows_without_results_change_no_shared_gradient(rows, token_masks, device, unchecked, poison):
     *inputs, grad = draw_packed((5, 9), (5, 9), device)
     (slopes, sinks), cu = leaves(*torch.rand(2, 4, device=device)), offsets((5,), device)
+    options = dict(alibi_slopes=slopes, sinks=sinks, max_seqlen_q=3, max_seqlen_k=5, align="top_left")
+    options |= dict.fromkeys(token_masks, torch.ones(14, dtype=torch.bool, device=device))
 
     def found(backend):
-        out = fa.attention_varlen(*inputs, cu, cu, alibi_slopes=slopes, sinks=sinks, backend=backend)
-        return torch.autograd.grad(out[:5], (slopes, sinks), grad[:5])
+        out = fa.attention_varlen(*inputs, cu, cu, **options, backend=backend)
+        return torch.autograd.grad(out[:rows], (slopes, sinks), grad[:rows])
 
     assert_like(found("triton"), found, "naive")
 

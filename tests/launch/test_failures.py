@@ -23,7 +23,7 @@ from ..close import assert_like
 from ..inside import OPTIONS, alike, compiled, draw, learned, leaves, same
 from ..offline import absent
 
-FORWARD, BACKWARD = {"forward"}, {"preprocess", "one_pass", "dkdv", "dq"}
+FORWARD, UNIVERSAL, BACKWARD = {"forward"}, {"fusedattn.kernels.forward"}, {"preprocess", "one_pass", "dkdv", "dq"}
 COMPILER = subprocess.CalledProcessError(1, ["gcc", "launcher.c"])
 STAGES = {
     "the language": ("compile", CompilationError("out = tl.dot(q, k)", None, "no such product")),
@@ -51,7 +51,7 @@ def failing(monkeypatch, tiles):
     def fail(stage, error, names):
         def do_compile(self, *arguments, **options):
             tried.append(self.fn.__name__)
-            if stage == "compile" and self.fn.__name__ in names:
+            if stage == "compile" and not names.isdisjoint((self.fn.__name__, self.fn.__module__)):
                 raise error
             return compile_one(self, *arguments, **options)
 
@@ -202,29 +202,54 @@ def test_packed_sequences_and_caches(failing):
 def test_a_compiled_graph(failing):
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), FORWARD | BACKWARD)
     inputs = draw("cpu", requires_grad=True)
-
-    def function(*inputs):
-        return fa.attention(*inputs, causal=True).square()
-
     want = torch.autograd.grad(fa.reference.attention(*inputs, causal=True).square().sum(), inputs)
     with gpu, pytest.warns(UserWarning, match="PTXASError"):
-        graph = torch.compile(function, backend="aot_eager", fullgraph=True)
+        graph = torch.compile(lambda *x: fa.attention(*x, causal=True).square(), backend="aot_eager", fullgraph=True)
         same(torch.autograd.grad(graph(*inputs).sum(), inputs), want)
 
 
+class TimeLimit(Exception):
+    """Error that a signal handler raises."""
+
+
+def _because(error, why):
+    error.__context__ = why
+    return error
+
+
+WRAPPED = _because(CompilationError(None, None, "late"), TimeLimit("late"))
+OUTSIDE = RuntimeError("Triton Error [CUDA]: out of memory"), TimeoutError("late"), TimeLimit("late"), WRAPPED
+
+
 @compiled
-def test_what_may_be_otherwise_another_time_is_not_kept(failing):
-    gpu, _ = failing("load", RuntimeError("Triton Error [CUDA]: out of memory"), FORWARD)
+@pytest.mark.parametrize("error", OUTSIDE, ids=repr)
+def test_an_error_from_outside_reaches_the_caller(error, failing):
+    gpu, _ = failing("load", error, FORWARD)
     with gpu:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                fa.attention(*draw("cpu"))
+        with pytest.raises(type(error.__context__ or error), match="late|out of memory"):
+            fa.attention(*draw("cpu"))
         assert fa.explain(*draw("cpu")).backend == "triton"
 
 
 @compiled
-def test_a_disk_that_is_full_is_asked_again(failing):
-    gpu, tried = failing("compile", OSError(errno.ENOSPC, "No space left on device"), FORWARD)
+def test_a_forward_on_hopper_keeps_its_backward_if_the_universal_forward_fails(failing):
+    gpu, _ = failing("compile", PTXASError("ptxas fatal"), UNIVERSAL)
+    inputs = alike(1, 2, 9, 256, dtype=torch.bfloat16, requires_grad=True)
+    with slower(gpu, 0):
+        with pytest.raises(NotImplementedError, match="ptxas fatal"):
+            fa.attention(*inputs, backend="triton")
+        for options in (dict(backend="hopper"), dict(causal=True)):
+            torch.autograd.grad(fa.attention(*inputs, **options), inputs, inputs[0].detach())
+
+
+KILLED = _because(PTXASError("code -9"), subprocess.CalledProcessError(-9, ["ptxas"]))
+PASSING = OSError(errno.ENOSPC, "No space left"), TimeoutError(errno.ETIMEDOUT, "late"), MemoryError("host"), KILLED
+
+
+@compiled
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_a_failure_that_may_pass_is_tried_again(error, failing, monkeypatch):
+    gpu, tried = failing("compile", error, UNIVERSAL)
     inputs = draw("cpu", requires_grad=True)
     detached = tuple(x.detach() for x in inputs)
 
@@ -236,7 +261,10 @@ def test_a_disk_that_is_full_is_asked_again(failing):
             tried.clear()
             assert_like(results(fa.attention), results, fa.reference.attention)
             assert "forward" in tried and fa.explain(*inputs).backend == "triton"
-    assert "No space left" in said[0]
+        monkeypatch.setattr(torch.Tensor, "isnan", None)  # backwards of other kinds do not wait for the GPU
+        half = alike(1, 2, 9, 256, dtype=torch.bfloat16, requires_grad=True)
+        torch.autograd.grad(fa.attention(*half), half, half[0].detach())
+    assert type(error).__name__ in said[0]
 
 
 @compiled

@@ -256,7 +256,7 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
         with pytest.raises(NotImplementedError, match="found no 'hopper' that gives right numbers"):
             fa.attention(*inputs, backend="hopper")
         assert fa.explain(*inputs).backward == [f"{run.none_is_right('hopper_bwd', inputs[0].device)}"]
-        chosen([tuned.Row("forward", *PLACE, tile, why="NaN") for tile in FORWARD])
+        chosen([*wrong, *(tuned.Row("forward", *PLACE, tile, why="NaN") for tile in FORWARD)])
         graph = torch.compile(fa.attention, backend="aot_eager", fullgraph=True)
         leaves = [x.clone().requires_grad_() for x in inputs]
         with pytest.warns(UserWarning, match="takes a slower path: .* found no 'forward' that gives right numbers"):

@@ -23,11 +23,8 @@ def test_every_call_has_tiles_on_every_gpu(rows, backend, gpus):
     dtypes = (torch.bfloat16, torch.float32) if backend == "triton" else (torch.bfloat16,)
     for gpu, dtype, dim, name in itertools.product(gpus, dtypes, (8, 64, 80, 128, 256, 320, 512), rich):
         query, key = (torch.empty(1, 2, n, dim, dtype=dtype, device="meta") for n in (rows, 300))
-        options = dict(OPTIONS[name])
-        if "bias" in options:
-            options["bias"] = torch.empty(300, dtype=dtype, device="meta").expand(rows, 300)
-        if "key_mask" in options:
-            options["key_mask"] = torch.ones(1, 300, dtype=torch.bool, device="meta")
+        drawn = dict(bias=query[0, 0, :, :1].expand(rows, 300), key_mask=key[0, :1, :, 0] > 0)
+        options = OPTIONS[name] | {k: x for k, x in drawn.items() if k in OPTIONS[name]}
         found = fa.explain(query, key, key, **options, backend=backend, capability=gpu)
         assert found.backend == backend and len(found.tiles) >= 3, (gpu, dtype, dim, name, str(found))
         for kernel, tile in found.tiles.items():

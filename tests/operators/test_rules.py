@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import fusedattn as fa
-from fusedattn.call.options import AssumedGPU, override
+from fusedattn.call.options import AssumedGPU, Call, override
 from fusedattn.dispatch import backends
 
 from ..guard import Guard
@@ -239,6 +239,7 @@ def test_a_program_exported_without_gradients_has_them_on_any_device(device, mon
         OPERATORS.forward(*fields(*drawn("cpu"), named=True), False, False, False, "triton")
     with FakeTensorMode():
         assert OPERATORS.forward(*fields(*drawn("cuda")), False, False, False, "cpu")[0].device.type == "cuda"
+        assert backends._backend_here(Call(*drawn("cuda")), "cpu", True) == "naive"  # a program with caches
 
 
 @pytest.mark.parametrize("transform", [lambda f, x: torch.func.jvp(f, (x,), (x,)), lambda f, x: torch.func.grad(f)(x)])
@@ -250,9 +251,8 @@ def test_a_tangent_is_not_dropped_in_silence(transform, device, backend):
         return OPERATORS.forward(*fields(x, key, value), False, False, False, backend)[0].sum()
 
     def backward(x):
-        return OPERATORS.backward(out, None, None, out, weights, stats, *fields(x, key, value), backend, WANTED)[
-            0
-        ].sum()
+        dq, *_ = OPERATORS.backward(out, None, None, out, weights, stats, *fields(x, key, value), backend, WANTED)
+        return dq.sum()
 
     for function in (forward, backward):
         with pytest.raises(NotImplementedError, match="jvp|torch.func"):
