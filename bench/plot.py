@@ -93,4 +93,6 @@ if __name__ == "__main__":
     written = rows.read(source)
     if names:
         written = [row for some in last_runs(written, names) for row in some]
+    if not written:
+        sys.exit(f"{source}: no run of `bench --preset paper` timed all of {', '.join(names)}")
     figure(written).savefig(target, format="png")
