@@ -81,9 +81,8 @@ def test_a_pattern_equals_its_formula(name, make, formula, device):
 def test_a_random_function(sizes, factors, period, residues, reach):
     def function(b, h, i, j):
         ramp = sum(factor * x for factor, x in zip(factors, (b, h, i, j), strict=True))
-        return (
-            (ramp % period < residues) | (i + j < reach) if reach % 2 else (ramp % period < residues) & (i + j < reach)
-        )
+        ramped, near = ramp % period < residues, i + j < reach
+        return ramped | near if reach % 2 else ramped & near
 
     mask = torch.tensor([bool(function(*map(torch.tensor, at))) for at in itertools.product(*map(range, sizes))])
     equal(function, mask.view(sizes))
@@ -131,16 +130,18 @@ def test_chunks(monkeypatch):
     assert plan.density == pytest.approx(mask.double().mean().item())
 
 
-def test_a_plan_of_fake_tensors():
+@pytest.mark.parametrize("length", [0, 70])
+def test_a_plan_of_fake_tensors(length):
     with FakeTensorMode():
-        query = torch.randn(1, 2, 70, 16)
-        assert fa.attention(query, query, query, mask=fa.plan(MASKS.causal, rows=70, keys=70)).shape == query.shape
+        x = torch.randn(1, 2, length, 16)
+        assert fa.attention(x, x, x, mask=fa.plan(MASKS.causal, rows=length, keys=length)).shape == x.shape
 
 
-def test_numpy_integers_in_compiled_code():
-    two = numpy.int64(2)
-    made = lambda: fa.plan(MASKS.or_(MASKS.sliding_window(two, two), MASKS.prefix(two)), rows=6, keys=6)  # noqa: E731
-    assert torch.compile(made, fullgraph=True, backend="eager")().density == made().density
+@pytest.mark.parametrize("numbers", [(numpy.int64(2),), (2, 3)], ids=["numpy", "dynamic"])
+def test_integers_in_compiled_code(numbers):
+    made = lambda n: fa.plan(MASKS.or_(MASKS.sliding_window(n, n), MASKS.prefix(n)), rows=6, keys=6)  # noqa: E731
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    assert [compiled(n).density for n in numbers] == [made(n).density for n in numbers]
 
 
 TABLE = torch.arange(70 * 70).view(70, 70) % 3 > 0
