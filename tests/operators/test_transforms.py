@@ -12,10 +12,9 @@ from ..sample import product
 from ..sequences import offsets
 
 SQ, SK, DV = 3, 4, 2  # small, because a Jacobian has a row for each element
-BACKENDS = "triton", "naive", None
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+@pytest.fixture(params=["triton", "naive", None], ids=str)
 def backend(request, device):
     return request.param
 
