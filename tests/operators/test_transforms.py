@@ -36,12 +36,12 @@ def _total(backend, options, dtype):
 
 
 TRANSFORMS = {
-    "jacfwd": lambda f, q, k, v, t: jacfwd(f, argnums=(0, 1, 2))(q[..., :3], k[..., :3], v),
-    "jacrev": lambda f, q, k, v, t: jacrev(f, argnums=(0, 1, 2))(q, k, v),
-    "hessian": lambda f, q, k, v, t: hessian(f)(q[..., :3], k[..., :3], v),
     "vectorized": lambda f, q, k, v, t: torch.autograd.functional.hessian(
         lambda x: f(x.mT, k[..., :3], v), q[..., :3].mT, vectorize=True, outer_jacobian_strategy="forward-mode"
     ),
+    "jacfwd": lambda f, q, k, v, t: jacfwd(f, argnums=(0, 1, 2))(q[..., :3], k[..., :3], v),
+    "jacrev": lambda f, q, k, v, t: jacrev(f, argnums=(0, 1, 2))(q, k, v),
+    "hessian": lambda f, q, k, v, t: hessian(f)(q[..., :3], k[..., :3], v),
     "jacrev of jacrev": lambda f, q, k, v, t: jacrev(jacrev(f))(q[..., :3], k[..., :3], v),
     "jacrev of jacfwd": lambda f, q, k, v, t: jacrev(jacfwd(f))(q[..., :3], k[..., :3], v),
     "hvp, forward over reverse": lambda f, q, k, v, t: jvp(lambda x: grad(f, argnums=(0, 1, 2))(x, k, v), (q,), (t,)),
