@@ -40,9 +40,8 @@ class Formula(NamedTuple):
 
 def recorded_batches(grads: Sequence[Any]) -> bool:
     """Return whether autograd records, and one of the gradients is a batch of is_grads_batched."""
-    if not torch.is_grad_enabled() or transforms_active():
-        return False
-    return any(x is not None and not has_storage(x) for x in grads)
+    recording = torch.is_grad_enabled() and not transforms_active()
+    return recording and any(x is not None and not has_storage(x) for x in grads)
 
 
 def _check_kept(grads: Sequence[Any]) -> None:
