@@ -28,7 +28,7 @@ def _check_table(name: str, x: Tensor, rank: int) -> None:
 
 def _check_ints(least: int, **numbers: int) -> None:
     # A compiler traces a NumPy scalar as an array, whose value it does not know.
-    known = {name: x for name, x in numbers.items() if not (is_compiling() and hasattr(x, "dtype"))}
+    known = {name: x for name, x in numbers.items() if isinstance(x, int) or not is_compiling()}
     check_sizes(least, **known)
 
 

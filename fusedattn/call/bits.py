@@ -38,7 +38,7 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     down, across = -(-rows // size), -(-keys // size)
     if is_compiling() or rows % size or keys % size:  # compiled code would guard on the remainders
         mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
-    mask = mask.contiguous().view(batch, heads, down, size, across * size)
+    mask = mask.contiguous().view(batch, heads, down, size, across * (size // 8), 8)  # 8: an empty mask, too
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)
     return mask.view(batch, heads, down, size, across, size).transpose(3, 4), seen
@@ -108,7 +108,7 @@ def hide_tokens(block_mask: Tensor, key_mask: Tensor | None, query_mask: Tensor 
 
     def blocks(tokens: Tensor) -> Tensor:
         padded = pad(tokens.to(torch.uint8), (0, -tokens.shape[1] % size), value=2)
-        return padded.view(len(padded), padded.shape[1] // size, size)
+        return padded.view(padded.shape[0], padded.shape[1] // size, size)
 
     if key_mask is not None:
         keys = blocks(key_mask)[:, None, None]

@@ -2,8 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ContextDecorator
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
@@ -272,21 +272,25 @@ class _ThreadOverrides(threading.local):
 
     def __init__(self) -> None:  # not class attributes: the compiler of torch 2.10 would read those instead
         self.deterministic, self.backend, self.gpu = False, None, None
+        self.before: list[dict[str, Any]] = []
 
 
 thread_overrides = _ThreadOverrides()
 
 
-@contextmanager
-def override(**wanted: Any) -> Iterator[None]:
-    """Set attributes of `thread_overrides` for calls made by this thread inside the `with`."""
-    before = {name: getattr(thread_overrides, name) for name in wanted}
-    for name, value in wanted.items():
-        setattr(thread_overrides, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+class override(ContextDecorator):
+    """Set attributes of `thread_overrides` for calls made by this thread inside the `with`. It can be used again."""
+
+    def __init__(self, **wanted: Any) -> None:
+        self.wanted = wanted
+
+    def __enter__(self) -> None:
+        thread_overrides.before.append({name: getattr(thread_overrides, name) for name in self.wanted})
+        for name, value in self.wanted.items():
+            setattr(thread_overrides, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in thread_overrides.before.pop().items():
             setattr(thread_overrides, name, value)
 
 

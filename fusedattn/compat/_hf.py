@@ -108,7 +108,7 @@ def _plan(options: dict[str, Any]) -> Any:
     """Return a plan of sdpa's mask, made in parts; the mask itself for one row or key; None if sdpa makes no mask."""
     positions = options.get("cache_position")  # transformers 4 passes it, later versions q_offset and q_length
     batch, keys = options["batch_size"], options["kv_length"]
-    rows = options["q_length"] if positions is None else len(positions)
+    rows = options["q_length"] if positions is None else positions.shape[0]
     everything = dict(mask_function=lambda b, h, i, j: b >= 0, use_vmap=False)
     if rows == 1 or keys == 1:
         return sdpa_mask(**options)

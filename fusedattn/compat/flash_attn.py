@@ -223,7 +223,8 @@ def flash_attn_with_kvcache(
         if block_table is None and k_cache.shape[0] > q.shape[0]:
             # Check before slicing the caches, so that errors show the caller's shapes.
             _flash.ask(names, check_inputs, caches._replace(query=caches.query.to(autocast_dtype(q))))
-            caches = caches._replace(key_cache=caches.key_cache[: len(q)], value_cache=caches.value_cache[: len(q)])
+            own = {name: getattr(caches, name)[: q.shape[0]] for name in ("key_cache", "value_cache")}
+            caches = caches._replace(**own)
         if rotary_cos is not None or rotary_sin is not None:
             if k is None:
                 fail(ValueError, "rotary_cos", "None, because there are no new keys k to rotate", "a tensor")

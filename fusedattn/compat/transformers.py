@@ -145,7 +145,7 @@ def fusedattn_forward(
         )
         same = (rows[:, None] == keys)[None, None]
         if not isinstance(mask, Tensor | None):
-            mask = unpack(mask.block_mask, mask.mask_bits, 0, len(rows), 0, len(keys))
+            mask = unpack(mask.block_mask, mask.mask_bits, 0, query.shape[2], 0, key.shape[2])
         mask = same if mask is None else mask & same
     options |= dict(mask=mask, bias=bias, causal=causal, align="top_left")
     results = ask(names, attention, query, key, value, **options, return_weights=bool(need_weights))

@@ -4,7 +4,6 @@ import functools
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +180,7 @@ def check_name(name: str | None, argument: str = "backend") -> None:
         fail(ValueError, argument, f"None or one of {', '.join(map(repr, BACKENDS))}", checks.value(name))
 
 
-def use_backend(name: str | None) -> AbstractContextManager[None]:
+def use_backend(name: str | None) -> override:
     """Return a context in which all calls of this thread use a backend. `backend=` of a call takes precedence.
 
     torch.utils.checkpoint recomputes the forward during the backward: keep the backward inside, too. On a GPU, autograd

@@ -130,6 +130,8 @@ class MultiHeadAttention(nn.Module):
     For tensor parallelism use torch's `parallelize_module` with ColwiseParallel for q_proj, k_proj and v_proj, and
     RowwiseParallel for out_proj. Each of n processes then has num_heads / n heads, also in masks, bias and weights.
 
+    Weights begin Xavier-uniform and biases 0. The projections' own `reset_parameters`, after `to_empty`, differs.
+
     Raises:
         ValueError, TypeError: for sizes and options that do not fit.
 
@@ -224,7 +226,7 @@ class SelfAttention(nn.Module):
         >>> layer = fusedattn.SelfAttention(64)
         >>> output, weights = layer(torch.randn(2, 100, 64), need_weights=True)
 
-    embed_dim is E, the width of input and output. All other arguments are those of `MultiHeadAttention`.
+    embed_dim is E, the width of input and output. dropout, bias, scale and backend are as in `MultiHeadAttention`.
     """
 
     def __init__(

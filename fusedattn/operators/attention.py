@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import options as of_calls
 from ..call.checks import fail, plain
-from ..call.layout import own_storage, row_major
+from ..call.layout import in_order, order, own_storage, row_major
 from ..call.options import INPUTS, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
 from ..cpu import run as cpu
@@ -150,7 +150,8 @@ class _Attention(torch.autograd.Function):
         arguments, (out, _, stats) = saved(ctx)
         _, call, (*_, backend) = FORWARD.split(arguments)
         directions, stats = FORWARD.of_inputs(tangents), saved_stats(stats, call, backend)
-        out, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
+        tangent, lse, weights = Tangent.apply(*directions, out, stats, *call, ctx.has_weights, backend)
+        out = in_order(tangent, order(out))  # torch requires the output's strides; its older vmap changes them
         # torch takes no None: a result that was not needed has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
 

@@ -9,13 +9,13 @@ from ..call import options as of_calls
 from ..call.checks import plain
 from ..call.layout import arrange, dense
 from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
-from ..call.private import autograd_inside, has_storage, transforms_active
+from ..call.private import autograd_inside
 from ..cpu import run as cpu
 from ..launch import tuned
 from ..launch.failures import failed_kernels, passed
 from ..naive import formula
 from . import partial, repeats, rules
-from .derived import Derived, Formula, double_backward, plus
+from .derived import Derived, Formula, double_backward, plus, recorded_batches
 from .namespace import OPERATORS, register
 from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, run_operator, save, saved, without_bounds
 from .vmap_rule import vmap_rule
@@ -198,9 +198,9 @@ class Backward(torch.autograd.Function):
         if any(x is not None for x in moved):
             curved = double_backward(call, incoming, moved)[len(RESULTS) :]
             total = [plus(*pair) if needed else None for *pair, needed in zip(total, curved, need, strict=True)]
-        total = [x if needed else out.new_zeros(0) for x, needed in zip(total, need, strict=True)]
-        pairs = zip(total, inputs_of(call), strict=True)
-        return tuple([arrange(torch.zeros_like(field), field) if x is None else x for x, field in pairs])
+        made = zip(total, inputs_of(call), need, strict=True)
+        total = [(torch.zeros_like(of) if x is None else x, of) if needed else None for x, of, needed in made]
+        return tuple([out.new_zeros(0) if pair is None else arrange(*pair) for pair in total])
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
@@ -208,13 +208,12 @@ class Backward(torch.autograd.Function):
 
 
 def backward(*arguments):
-    """Compute the gradients as one autograd node. Raise if a derivative of the gradients would be lost."""
+    """Compute the gradients as one autograd node."""
     (*incoming, out, weights, stats), call, (backend, need) = BACKWARD.split(arguments)
     if not torch.is_grad_enabled() and plain(arguments):
         return _compute(incoming, out, weights, stats, call, backend, need)
-    batched = any(x is not None and not has_storage(x) for x in incoming)
-    if batched and torch.is_grad_enabled() and not transforms_active():
-        raise NotImplementedError("fusedattn: is_grads_batched with create_graph needs backend='naive', or torch.func")
+    if recorded_batches(incoming):  # torch calls the operator for each gradient
+        return OPERATORS.backward(*arguments)
     return Backward.apply(*incoming, out, weights, cpu.with_all_columns(stats, out), *call, backend, need)
 
 

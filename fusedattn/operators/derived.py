@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.layout import arrange
 from ..call.options import INPUTS, Call, inputs as inputs_of
-from ..call.private import forward_level, transforms_active
+from ..call.private import forward_level, has_storage, transforms_active
 from ..naive.second import second_derivative, second_tangent
 from .schema import RESULTS, save, saved
 from .vmap_rule import vmap_rule
@@ -36,6 +36,18 @@ class Formula(NamedTuple):
         # The number distinguishes the name of a tangent from the name of the tangent's own tangent.
         named = tuple(f"{len(self.names)}:{name}" for name in more)
         return Formula(transform, (*named, *self.names), tuple(results))
+
+
+def recorded_batches(grads: Sequence[Any]) -> bool:
+    """Return whether autograd records, and one of the gradients is a batch of is_grads_batched."""
+    recording = torch.is_grad_enabled() and not transforms_active()
+    return recording and any(x is not None and not has_storage(x) for x in grads)
+
+
+def _check_kept(grads: Sequence[Any]) -> None:
+    if forward_level() < 0 and recorded_batches(grads):
+        why = "is_grads_batched with create_graph, of a second derivative, needs backend='naive', or torch.func"
+        raise NotImplementedError(f"fusedattn: {why}")
 
 
 def _at(names: Sequence[str], places: Sequence[int]) -> list[str]:
@@ -92,6 +104,7 @@ class Derived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        _check_kept(grads)
         arguments, _ = saved(ctx)
         places = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         present = [n for n, grad in enumerate(grads) if grad is not None]
@@ -126,6 +139,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def double_backward(call: Call, incoming: Sequence[Any], grad_grads: Sequence[Any]) -> list[Tensor | None]:
     """Return `second_derivative`, computed as one autograd node. Gradients have their tensors' order of dimensions."""
+    _check_kept(grad_grads)
     inputs = inputs_of(call)
     some = any(x is not None for x in incoming) and any(x is not None for x in grad_grads)
     places = [n for n, x in enumerate((*incoming, *inputs)) if some and x is not None]

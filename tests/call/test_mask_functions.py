@@ -81,9 +81,8 @@ def test_a_pattern_equals_its_formula(name, make, formula, device):
 def test_a_random_function(sizes, factors, period, residues, reach):
     def function(b, h, i, j):
         ramp = sum(factor * x for factor, x in zip(factors, (b, h, i, j), strict=True))
-        return (
-            (ramp % period < residues) | (i + j < reach) if reach % 2 else (ramp % period < residues) & (i + j < reach)
-        )
+        ramped, near = ramp % period < residues, i + j < reach
+        return ramped | near if reach % 2 else ramped & near
 
     mask = torch.tensor([bool(function(*map(torch.tensor, at))) for at in itertools.product(*map(range, sizes))])
     equal(function, mask.view(sizes))
@@ -131,30 +130,29 @@ def test_chunks(monkeypatch):
     assert plan.density == pytest.approx(mask.double().mean().item())
 
 
-def test_a_plan_of_fake_tensors():
+def test_plans_of_fake_tensors():
     with FakeTensorMode():
-        query = torch.randn(1, 2, 70, 16)
-        assert fa.attention(query, query, query, mask=fa.plan(MASKS.causal, rows=70, keys=70)).shape == query.shape
+        for x in (torch.randn(1, 2, n, 16) for n in (0, 70)):
+            assert fa.attention(x, x, x, mask=fa.plan(MASKS.causal, rows=x.shape[2], keys=x.shape[2])).shape == x.shape
 
 
-def test_numpy_integers_in_compiled_code():
-    two = numpy.int64(2)
-    made = lambda: fa.plan(MASKS.or_(MASKS.sliding_window(two, two), MASKS.prefix(two)), rows=6, keys=6)  # noqa: E731
-    assert torch.compile(made, fullgraph=True, backend="eager")().density == made().density
+@pytest.mark.parametrize("numbers", [(numpy.int64(2),), (2, 3)], ids=["numpy", "dynamic"])
+def test_integers_in_compiled_code(numbers):
+    made = lambda n: fa.plan(MASKS.or_(MASKS.sliding_window(n, n), MASKS.prefix(n)), rows=6, keys=6)  # noqa: E731
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    assert [compiled(n).density for n in numbers] == [made(n).density for n in numbers]
 
 
 TABLE = torch.arange(70 * 70).view(70, 70) % 3 > 0
+OF_ONE_PAIR = [
+    lambda b, h, i, j: TABLE[i][j],
+    lambda b, h, i, j: (j == torch.tensor([5, 66])).any(),
+    lambda b, h, i, j: torch.stack([i >= j, j < 3]).any(),
+    lambda b, h, i, j: TABLE[i].sum() > j,
+]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda b, h, i, j: TABLE[i][j],
-        lambda b, h, i, j: (j == torch.tensor([5, 66])).any(),
-        lambda b, h, i, j: torch.stack([i >= j, j < 3]).any(),
-        lambda b, h, i, j: TABLE[i].sum() > j,
-    ],
-)
+@pytest.mark.parametrize("function", OF_ONE_PAIR)
 def test_a_function_sees_one_pair(function):
     """Functions for FlexAttention may reduce and index in steps: each gets the indices of one pair."""
     plan, mask = fa.plan(function, rows=70, keys=70), create_mask(function, None, None, 70, 70, "cpu")
@@ -210,21 +208,19 @@ def test_a_plan_moves_and_pickles(device):
 
 
 SIZES = dict(rows=4, keys=4)
+WRONG = [
+    *of_values(dict(mask=[lambda *at: True, lambda b, h, i, j: i + j, lambda *at: bools(1)]), TypeError),
+    *of_values(dict(mask=[lambda *at: bools().to("meta"), MASKS.documents(longs(0, 1, 2))])),
+    wrong("rows", TypeError, rows=None),
+    *of_values(dict(rows=[2**70], keys=[-1], device=["abc", "mps"], key_mask=[bools(5)])),
+    wrong("key_mask", key_mask=bools(4), device="meta"),
+    wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),
+    wrong("rows", mask=bools(4, 4)),
+    wrong("batch", mask=bools(4, 4), batch=2, rows=None, keys=None),
+]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *of_values(dict(mask=[lambda *at: True, lambda b, h, i, j: i + j, lambda *at: bools(1)]), TypeError),
-        *of_values(dict(mask=[lambda *at: bools().to("meta"), MASKS.documents(longs(0, 1, 2))])),
-        wrong("rows", TypeError, rows=None),
-        *of_values(dict(rows=[2**70], keys=[-1], device=["abc", "mps"], key_mask=[bools(5)])),
-        wrong("key_mask", key_mask=bools(4), device="meta"),
-        wrong("mask", mask=bools(4, 4), device="meta", rows=None, keys=None),
-        wrong("rows", mask=bools(4, 4)),
-        wrong("batch", mask=bools(4, 4), batch=2, rows=None, keys=None),
-    ],
-)
+@pytest.mark.parametrize("row", WRONG)
 def test_wrong_functions(row):
     assert_named(fa.plan, dict(mask=MASKS.causal) | SIZES, row)
 

@@ -132,7 +132,7 @@ def test_a_plan_in_modules_compiled_code_exports_and_torch_func(device):
     assert torch.equal(inside(x, mask), layer(x, mask=mask)[0])
 
     class Planned(torch.nn.Module):
-        forward = staticmethod(lambda mask: fa.plan(mask).mask_bits)
+        forward = staticmethod(lambda mask: fa.plan(mask, key_mask=mask[:, 0]).mask_bits)
 
     masks, dims = [torch.rand(n, 9, 9) < 0.5 for n in (2, 14)], {0: torch.export.Dim("batch", min=2, max=99)}
     exported = torch.export.export(Planned(), (masks[0],), dynamic_shapes=dict(mask=dims)).module()

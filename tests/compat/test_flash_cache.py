@@ -145,11 +145,17 @@ def check(case, device, backend):
 
 
 def test_what_changes_no_result():
-    q, k, v = torch.randn(3, 1, 4, 8), torch.randn(3, 7, 2, 8), torch.randn(3, 7, 2, 8)
+    q, k, v = torch.randn(3, 1, 4, 8), torch.randn(4, 7, 2, 8), torch.randn(4, 7, 2, 8)
     k[2], v[2] = k[1], v[1]
     want = flash_attn_with_kvcache(q, k, v, cache_seqlens=5)
-    for more in (dict(num_splits=3), dict(k=k[:, :0], v=v[:, :0]), dict(cache_batch_idx=ints(0, 1, 1))):
+    for more in (dict(num_splits=3), dict(k=k[:3, :0], v=v[:3, :0]), dict(cache_batch_idx=ints(0, 1, 1))):
         same(flash_attn_with_kvcache(q, k, v, cache_seqlens=5, **more), want)
+
+    class Decode(torch.nn.Module):
+        forward = staticmethod(lambda q: flash_attn_with_kvcache(q, k, v, cache_seqlens=5))
+
+    dims = {0: torch.export.Dim("batch", max=3)}
+    same(torch.export.export(Decode(), (q[:2],), dynamic_shapes=dict(q=dims)).module()(q), want)
 
 
 def test_in_one_graph():

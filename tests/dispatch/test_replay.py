@@ -315,13 +315,15 @@ def test_gradients_that_come_in_as_they_like(device):
         few = [x[:batch].detach().requires_grad_() for x in inputs]
         given = torch.randn(2 * batch - 1, batch, *out.shape[1:], device=device)  # one looks like a recorded tensor
 
-        def batched(backend, few, given):
-            return torch.autograd.grad(by(backend)(*few), few, given, is_grads_batched=True)
+        def batched(backend, few, given, again=False):
+            grads = torch.autograd.grad(by(backend)(*few), few, given, is_grads_batched=True, create_graph=again)
+            return torch.autograd.grad(sum(x.sin().sum() for x in grads), few) if again else grads
 
-        assert_like(batched("triton", few, given), batched, "eager", few, given)
-    out = attend(inputs, {})
+        for again in (False, True):
+            assert_like(batched("triton", few, given, again), batched, "eager", few, given, again)
+    (grad, *_) = torch.autograd.grad(attend(inputs, {}).sum(), inputs, create_graph=True)
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
-        torch.autograd.grad(out, inputs, out.new_ones(3, *out.shape), is_grads_batched=True, create_graph=True)
+        torch.autograd.grad(grad, inputs, torch.stack([grad] * 3), is_grads_batched=True, create_graph=True)
 
 
 @pytest.mark.parametrize("backend, dtype", [("triton", torch.float32), (None, torch.bfloat16)])

@@ -23,10 +23,10 @@ from ..tangents import compare, directions, with_tangents
 
 # All options that can have a tangent. Tests give a tangent to one input at a time.
 EVERYTHING = Case("", B=2, Hq=4, Hkv=2, bias="heads", alibi="own", sinks=True, softcap=2.0, causal=True, key_mask="own")
+ONE = ("query", 0.3), ("key", 0.0), ("value", 0.3), ("value", 0.0), ("bias", 0.3), ("alibi_slopes", 0.0), ("sinks", 0.3)
 
 
 def _on(device, case):
-    """Return the case in a dtype that the kernels support on a device."""
     return case._replace(dtype=torch.float16) if (case.dtype, device) == (torch.float64, "cuda") else case
 
 
@@ -57,13 +57,7 @@ def test_tangents_on_a_cpu(case, weights):
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
-@pytest.mark.parametrize(
-    "name, dropout",
-    [
-        *(("query", 0.3), ("key", 0.0), ("value", 0.3), ("value", 0.0)),
-        *(("bias", 0.3), ("alibi_slopes", 0.0), ("sinks", 0.3)),
-    ],
-)
+@pytest.mark.parametrize("name, dropout", ONE)
 @pytest.mark.one_in(7)
 def test_tangents_of_one_input(name, dropout, backend, device):
     _hold(EVERYTHING._replace(name=name, dropout=dropout), backend, [name], device=device)

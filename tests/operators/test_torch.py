@@ -120,7 +120,7 @@ def test_a_checkpoint_may_keep_products(backend, dropout_p):
 def test_compile_sees_use_backend(device):
     inputs = draw(device)
     step = torch.compile(lambda *x: fa.attention(*x), fullgraph=True, backend="aot_eager")
-    with fa.use_backend("triton"):
+    with (triton := fa.use_backend("triton")), fa.use_backend("naive"), triton:
         assert torch.equal(step(*inputs), fa.attention(*inputs, backend="triton"))
     with fa.use_backend("naive"):
         assert_like(step(*inputs), fa.reference.eager, *inputs)

@@ -12,10 +12,9 @@ from ..sample import product
 from ..sequences import offsets
 
 SQ, SK, DV = 3, 4, 2  # small, because a Jacobian has a row for each element
-BACKENDS = "triton", "naive", None
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+@pytest.fixture(params=["triton", "naive", None], ids=str)
 def backend(request, device):
     return request.param
 
@@ -37,6 +36,9 @@ def _total(backend, options, dtype):
 
 
 TRANSFORMS = {
+    "vectorized": lambda f, q, k, v, t: torch.autograd.functional.hessian(
+        lambda x: f(x.mT, k[..., :3], v), q[..., :3].mT, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
     "jacfwd": lambda f, q, k, v, t: jacfwd(f, argnums=(0, 1, 2))(q[..., :3], k[..., :3], v),
     "jacrev": lambda f, q, k, v, t: jacrev(f, argnums=(0, 1, 2))(q, k, v),
     "hessian": lambda f, q, k, v, t: hessian(f)(q[..., :3], k[..., :3], v),
