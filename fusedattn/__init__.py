@@ -1,6 +1,5 @@
 """Fused multi-head attention in Triton for NVIDIA GPUs, with a naive PyTorch path that runs anywhere."""
 
-import os
 import sys
 
 from . import compat, distributed, layers, masks, plot, reference
@@ -15,5 +14,3 @@ __all__ += ["Explanation", "MultiHeadAttention", "Plan", "SelfAttention"]
 __all__ += ["compat", "distributed", "layers", "masks", "plot", "reference", "tuning"]
 __version__ = "0.1.0"
 sys.modules[f"{__name__}.tuning"] = tuning  # so that `import fusedattn.tuning` works, too
-if not os.path.isdir(os.path.join(__path__[0], "kernels")):  # in a clone, kernels/ and bench/ lie beside this folder
-    __path__.append(os.path.dirname(__path__[0]))

@@ -148,9 +148,10 @@ def test_importing_adds_little_to_torch(tmp_path):
     assert found["share"] <= 0.2  # of the CPU time that importing torch takes
 
 
-def test_a_clone_in_which_nothing_is_installed_has_kernels_and_benchmarks():
+def test_a_clone_in_which_nothing_is_installed_says_so():
     hidden = "import sys; sys.meta_path = [x for x in sys.meta_path if 'editable' not in str(x).lower()]"
-    run_python("-c", f"{hidden}; import fusedattn.kernels, fusedattn.bench", cwd=ROOT)
+    why = "fa.explain(*[torch.ones(1, 1, 2, 16)] * 3, capability=(9, 0)).reasons['triton']"
+    assert "install -e" in run_python("-c", f"{hidden}; import torch, fusedattn as fa; print({why})", cwd=ROOT)
 
 
 @pytest.mark.matrix

@@ -2,8 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
@@ -278,7 +277,7 @@ class _ThreadOverrides(threading.local):
 thread_overrides = _ThreadOverrides()
 
 
-class override(ContextDecorator):
+class override:
     """Set attributes of `thread_overrides` for calls made by this thread inside the `with`. It can be used again."""
 
     def __init__(self, **wanted: Any) -> None:
@@ -292,6 +291,16 @@ class override(ContextDecorator):
     def __exit__(self, *error: object) -> None:
         for name, value in thread_overrides.before.pop().items():
             setattr(thread_overrides, name, value)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        wanted = self.wanted
+
+        @functools.wraps(function)
+        def inside(*args: Any, **options: Any) -> Any:
+            with override(**wanted):  # torch.compile takes none that was made elsewhere
+                return function(*args, **options)
+
+        return inside
 
 
 def is_known(x: Tensor) -> bool:

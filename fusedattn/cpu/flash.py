@@ -27,8 +27,8 @@ from ..call.options import Call, diagonal, sizes, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
 from . import tiling
-from .small_k import FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_of
-from .tiling import FEW, Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_short, is_widened
+from .small_k import FEW, FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_of
+from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_short, is_widened
 from .value_mean import INFINITE, centre, with_centre
 
 SMALL = 2.0**20  # norm of tensors whose products are far from an overflow
@@ -123,8 +123,9 @@ def centre_of(part: Part, value: Tensor) -> Tensor | None:
     """Return the `centre` of a part's visible values; None if its backward does not need it. value: of `inputs_of`."""
     if value.dtype != torch.bfloat16 or is_short(*part.call[:2]):
         return None
+    # The mask counts even if it hides no key of this part: under torch.vmap the parts of the backward may be others.
     keys, mask = slice(part.begin, part.end), part.call.key_mask
-    return centre(value[:, :, keys], mask[:, keys] if mask is not None and has_holes(part) else None)
+    return centre(value[:, :, keys], None if mask is None else mask[:, keys])
 
 
 def whole(call: Call) -> Part:

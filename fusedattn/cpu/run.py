@@ -11,8 +11,8 @@ from ..call.options import INPUTS, Call, thread_overrides
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from ..naive.formula import run_naive, without_autocast
 from . import flash, flash_backward
-from .small_k import is_few
-from .tiling import FEW, is_widened
+from .small_k import FEW, is_few
+from .tiling import is_widened
 from .value_mean import INFINITE
 
 # Heads with fewer columns have scores with long tails, for which the kernel's exponentials are too inaccurate.

@@ -8,10 +8,10 @@ from torch import Tensor
 from ..call.options import Call
 from ..call.private import softmax_backward
 from ..naive.formula import grouped
-from .tiling import FEW, Rectangle, additive, is_nothing
+from .tiling import Rectangle, additive, is_nothing
 from .value_mean import INFINITE
 
-# The formula computes float32 gradients of at most FEW keys,
+FEW = 64  # the formula computes float32 gradients of at most this many keys
 FEW_ROWS = 64  # and of calls with fewer rows: the kernel misses the tolerance in 4 to 27 % of those with an lse of 10
 LARGE_SCALE = 2.0**60  # and of calls with a larger scale: the kernel's backward multiplies keys by it and may overflow
 ROWS = 128  # rows of a partial sum

@@ -24,8 +24,9 @@ WASTE = 1  # maximum ratio of the scores that a part computes to its visible one
 CALL = 2**12  # scores of one head that take as long to compute as the overhead of a kernel call
 FEWEST = 128  # minimum keys of a rectangle cut by a mask: float32 gradients of few keys are slower
 PART = 2**17  # scores that take as long to compute as the overhead of one more part, mainly its copies
-SHORT = 192  # rows below which the kernel's bfloat16 backward takes 1.5 to 5 times as long as its float32 backward
-FEW = 64  # keys up to which it is not faster, but less exact; the formula computes float32 gradients of as many
+SHORT = 192  # rows below which the kernel's bfloat16 backward takes up to 5 times as long as its float32 backward,
+SHORT_KEYS = 2**14  # if the elements of a head's keys are fewer than this
+TINY = 16  # keys up to which bfloat16 gradients of many rows are too inaccurate
 COPY = 1 / 4  # scores computed in the time of copying one element
 
 
@@ -36,7 +37,8 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 def is_short(query: Tensor, key: Tensor) -> bool:
     """Return whether a bfloat16 backward is computed in float32. For a whole call, so is its output again."""
-    return query.dtype == torch.bfloat16 and (query.shape[2] < SHORT or key.shape[2] <= FEW)
+    small = query.shape[2] < SHORT and key.shape[2:].numel() < SHORT_KEYS
+    return query.dtype == torch.bfloat16 and (small or key.shape[2] <= TINY)
 
 
 class Part(NamedTuple):

@@ -19,7 +19,7 @@ OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 def centre(value: Tensor, mask: Tensor | None = None) -> Tensor | None:
     """Return the mean of values over keys, (B, Hkv, 1, Dv), with 0 for small means; None if all are small.
 
-    mask: the key_mask, (1 or B, keys), if it hides keys between others; their values must be 0.
+    mask: the key_mask, (1 or B, keys); values that it hides must be 0.
     """
     # A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
     # A sample may show that the mean is small. Use few operators here: each takes 20 microseconds.
@@ -32,7 +32,7 @@ def centre(value: Tensor, mask: Tensor | None = None) -> Tensor | None:
         return None
     count = value.shape[2] if mask is None else count[..., None, None]
     mean = value.sum(2, keepdim=True, dtype=torch.float32) / count
-    size = torch.linalg.vector_norm(value, dim=2, keepdim=True, dtype=torch.float32) / count**0.5
+    size = (value.float().square_().sum(2, keepdim=True) / count).sqrt()  # vector_norm takes up to 12 times as long
     # Do not subtract a mean that a few large values dominate: it would round all other values like the large ones.
     common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
     return mean.to(value.dtype).masked_fill_(~common, 0.0)

@@ -50,6 +50,8 @@ def _find_machine_reasons(device: Device) -> tuple[str, ...]:
     except Exception as error:  # a later Triton may lack a function that the kernels use
         if is_passing(error, error.__context__):
             raise
+        if str(getattr(error, "name", None)).endswith(".kernels"):
+            return ("a clone that is not installed lacks its kernels: run pip install -e . there, or leave its folder",)
         return (f"its kernels cannot be imported with Triton {triton.__version__} ({cause(error)})",)
     if isinstance(device, torch.device) and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return ("this machine has no such GPU",)  # the device of a fake tensor
