@@ -37,7 +37,6 @@ def _by_kernel(call: Call, where: Rectangle, less: float, *tensors: Tensor) -> S
     (grad_out, query, *others), added = tensors, flash.mask(call, where, less)
     if is_short(query, others[0]):
         grad_out, query, *others = (x.float() for x in tensors)
-        added = None if added is None else added.float()
     if where.masked and not bool(query.sum().isfinite()):  # a row that sees nothing has weights exp(NaN), not 0
         assert added is not None
         query = query.masked_fill((added == -INFINITE).all(-1, keepdim=True), 0.0)
