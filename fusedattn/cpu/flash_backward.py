@@ -71,6 +71,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
     """Return the gradients of query, key and value. less: offset of scores. of_bias: accumulates bias gradients."""
     grad_out, grad_lse, out, kept, lse = rows
     if is_short(*part.call[:2]) or (of_bias is not None and part.call.query.dtype == torch.bfloat16):
+        # The saved output is rounded to bfloat16, so the output is computed again.
         part = part._replace(call=flash.to_wide(part.call, always=True))
         kept, again, *_ = flash.of_part(part, False, less)
         lse = again.masked_fill(lse == INFINITE, INFINITE)
@@ -176,8 +177,11 @@ def backward(
     """Return (gradients of query, key and value; that of sinks), each contiguous and in its input's dtype."""
     # out, kept, lse: from the Result of the forward, over all keys. of_bias: accumulates the gradient of the bias.
     everything = flash.at_once(call) if grad_lse is None and not is_short(*call[:2]) else None
-    centred = everything is not None and kept is not out and flash.centre_of(flash.whole(call), call.value) is not None
-    if everything is not None and grad_out is not None and not centred:
+    if (
+        everything is not None
+        and grad_out is not None
+        and (kept is out or flash.centre_of(flash.whole(call), call.value) is None)
+    ):
         incoming, less = grad_out, flash.offset(call)
         if is_few(call):
 

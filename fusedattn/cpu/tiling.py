@@ -36,7 +36,7 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 def is_short(query: Tensor, key: Tensor) -> bool:
-    """Return whether a bfloat16 backward is computed in float32. For a whole call, so is its output again."""
+    """Return whether float32 computes the backward of these bfloat16 rows and keys: it is faster or more exact."""
     small = query.shape[2] < SHORT and key.shape[2:].numel() < SHORT_KEYS
     return query.dtype == torch.bfloat16 and (small or key.shape[2] <= TINY)
 
