@@ -113,12 +113,24 @@ def _spread(sums, offsets, most):
     return padding(offsets, sums.shape[2], most).pad(sums[0].transpose(0, 1)).transpose(1, 2)
 
 
-def _totals(sums, offsets, batch):
-    """Add up sums by row (B, H, S, 1): return (B, H), or if packed (batch, H). batch: 1 or the number of sequences."""
-    if offsets is None or batch == 1:
+def _totals(sums, offsets, batch, most):
+    """Add up sums by row (B, H, S, 1): return (B, H), or if packed (batch, H). batch: 1 or the number of sequences.
+
+    most: the maximum length. Rows past it, and rows outside of all sequences, hold anything.
+    """
+    if offsets is None:
         return sums.sum((2, 3))
-    # Clamp decreasing offsets, which describe empty sequences. A scatter would sum in no fixed order.
-    offsets = offsets.long().clamp(0, sums.shape[2]).cummax(0).values
+    # Decreasing offsets describe empty sequences.
+    offsets, row = (
+        offsets.long().clamp(0, sums.shape[2]).cummax(0).values,
+        torch.arange(sums.shape[2], device=sums.device),
+    )
+    number = torch.searchsorted(offsets, row, right=True) - 1  # of each row's sequence: -1 before the first
+    inside = (number >= 0) & (number < len(offsets) - 1) & (row - offsets[number] < most)
+    sums = sums.where(inside[:, None], 0.0)
+    if batch == 1:
+        return sums.sum((2, 3))
+    # A scatter would sum in no fixed order.
     return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
 
 
@@ -202,7 +214,8 @@ def _add_up(p, by_row, by_key, grads):
         total = _spread(by_key.double().sum(3, keepdim=True), call.cu_seqlens_k, keys).mT
         grads["bias"].copy_(total.sum_to_size(grads["bias"].shape))
     for name, x in sums.items():
-        grads[name].copy_(_totals(x, call.cu_seqlens_q, grads[name].shape[0]).sum_to_size(grads[name].shape))
+        total = _totals(x, call.cu_seqlens_q, grads[name].shape[0], rows)
+        grads[name].copy_(total.sum_to_size(grads[name].shape))
 
 
 def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats, call: Call, backend: str):
@@ -228,9 +241,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     where = None if grads["bias"] is None else _bias_sum(call)
     of_scores = arguments.of(grads["bias"].zero_()) if where == "pairs" else None
     summed = _by_row({name: grad is not None for name, grad in grads.items()}, where)
-    # Kernels do not write rows outside of sequences.
-    table = stats.new_empty if call.cu_seqlens_q is None else stats.new_zeros
-    by_row = {name: table((*call.query.shape[:3], 1)) if wanted else None for name, wanted in summed.items()}
+    by_row = {name: p.table(stats, 1) if wanted else None for name, wanted in summed.items()}
     by_key = stats.new_zeros((*call.query.shape[:2], call.key.shape[2], 3)) if where == "keys" else None
     query_sums = None
     form = None if special is None else run.form_on_hopper(special, call)

@@ -62,7 +62,7 @@ def _compute(call, options, chosen=True):
 
         filled = [x if x.numel() else None for x in rest]
         kinds = (True, False) if run.on_hopper(call, backend, chosen) else (False,)
-        bare = schema.without_bounds(call, needs[1])
+        bare = schema.rounded_lengths(call, needs[1])
         launches = [functools.partial(forward.launch_forward, out, *filled, bare, on_hopper) for on_hopper in kinds]
 
         def naive():
@@ -91,7 +91,7 @@ def _repeat(call, options, chosen=True):
     """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
-        bare = schema.without_bounds(call, options[1])
+        bare = schema.rounded_lengths(call, options[1])
         launch = functools.partial(record, bare, options, False, chosen=chosen)
         found = repeats.repeat(("forward", options, repeats.facts(bare)), of_calls.tensors(call), launch)
     return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]

@@ -17,7 +17,7 @@ from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus, recorded_batches
 from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, run_operator, save, saved, without_bounds
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, rounded_lengths, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -95,7 +95,7 @@ def _compute(incoming, out, weights, stats, call, backend, need):
             from ..launch import run
 
             why = run.without_stats(call, stats, weights.dim() == 4, backend)
-        came, bare = (grad_out, grad_lse, grad_weights), without_bounds(call, weights.dim() == 4)
+        came, bare = (grad_out, grad_lse, grad_weights), rounded_lengths(call, weights.dim() == 4)
         if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
             return found
     grads = new_backward(*incoming, out, weights, stats, *call, backend, need)

@@ -12,7 +12,7 @@ from ..call.options import ATTENDED, CACHED, INPUTS, TYPES, Call, wide_dtype
 from ..call.private import below_autograd, forward_level, transforms_active
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable, fall_back
-from ..launch.tile_table import FEW_ROWS
+from ..launch.tile_table import FEW_ROWS, ONE_PASS
 from . import flops
 
 RESULTS = "out", "lse", "weights"  # results with derivatives
@@ -88,14 +88,18 @@ def run_operator(operator, implementation, *arguments):
         return operator(*arguments)
 
 
-def without_bounds(call: Call, need_weights: bool) -> Call:
-    """Return a call without maximum lengths that its kernels do not need, so that calls differ in fewer facts."""
-    # max_seqlen_q still tells whether tiles of few rows suffice.
-    packed, plain = call.cu_seqlens_q is not None, call.mask is call.block_mask is call.bias is call.key_mask is None
-    if need_weights or not (packed and plain):
+def rounded_lengths(call: Call, need_weights: bool) -> Call:
+    """Return a call whose maximum lengths are powers of two, if kernels only choose by them. So fewer calls differ."""
+    plain = call.mask is call.block_mask is call.bias is call.key_mask is None and not need_weights
+    # The backward of wide heads on Hopper stores scores of the longest sequence.
+    if not plain or call.cu_seqlens_q is None or max(call.query.shape[3], call.value.shape[3]) > ONE_PASS:
         return call
-    few = call.max_seqlen_q is not None and call.max_seqlen_q <= FEW_ROWS
-    return call._replace(max_seqlen_q=FEW_ROWS if few else None, max_seqlen_k=None)
+
+    def rounded(most, total):
+        return None if most is None else min(total, 1 << max(most - 1, FEW_ROWS - 1).bit_length())
+
+    rows, keys = rounded(call.max_seqlen_q, call.query.shape[2]), rounded(call.max_seqlen_k, call.key.shape[2])
+    return call._replace(max_seqlen_q=rows, max_seqlen_k=keys)
 
 
 def by_kernel(call: Call, launches: Sequence[Callable[[], None]], naive: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from . import rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register
-from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, run_operator, save, saved, without_bounds
+from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, rounded_lengths, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -47,7 +47,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if (why := run.without_stats(call, stats, need_weights, backend)) is not None:
             raise why
         filled = *results[:2], results[2] if need_weights else None
-        launch_tangent(*filled, directions, out, stats.contiguous(), without_bounds(call, need_weights))
+        launch_tangent(*filled, directions, out, stats.contiguous(), rounded_lengths(call, need_weights))
 
     by_kernel(call, [launch], lambda: fill(results, _by_formula(call, directions, need_weights)))
     return results
