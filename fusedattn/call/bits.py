@@ -38,6 +38,8 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     down, across = -(-rows // size), -(-keys // size)
     if is_compiling() or rows % size or keys % size:  # compiled code would guard on the remainders
         mask = pad(mask, (0, across * size - keys, 0, down * size - rows))
+    elif mask.storage_offset() % 8:  # eight bools are read as one int64
+        mask = mask.clone()
     mask = mask.contiguous().view(batch, heads, down, size, across * (size // 8), 8)  # 8: an empty mask, too
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)

@@ -271,7 +271,7 @@ class _ThreadOverrides(threading.local):
 
     def __init__(self) -> None:  # not class attributes: the compiler of torch 2.10 would read those instead
         self.deterministic, self.backend, self.gpu = False, None, None
-        self.before: list[dict[str, Any]] = []
+        self.before: list[tuple[override, dict[str, Any]]] = []
 
 
 thread_overrides = _ThreadOverrides()
@@ -284,13 +284,14 @@ class override:
         self.wanted = wanted
 
     def __enter__(self) -> None:
-        thread_overrides.before.append({name: getattr(thread_overrides, name) for name in self.wanted})
+        thread_overrides.before.append((self, {name: getattr(thread_overrides, name) for name in self.wanted}))
         for name, value in self.wanted.items():
             setattr(thread_overrides, name, value)
 
     def __exit__(self, *error: object) -> None:
-        for name, value in thread_overrides.before.pop().items():
-            setattr(thread_overrides, name, value)
+        if thread_overrides.before and thread_overrides.before[-1][0] is self:  # or a generator ends in another thread
+            for name, value in thread_overrides.before.pop()[1].items():
+                setattr(thread_overrides, name, value)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         wanted = self.wanted

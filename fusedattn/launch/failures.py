@@ -1,7 +1,6 @@
 """Kernels that did not compile or load on this machine at their first call, with the reason and advice."""
 
 import errno
-import signal
 import subprocess  # noqa: TID251 - knows the error of a C compiler that Triton calls
 import sys
 import warnings
@@ -44,7 +43,7 @@ def is_passing(error: BaseException | None, outer: BaseException | None) -> bool
     if type(error).__module__.partition(".")[0] not in _ORIGINS or (type(error) is TimeoutError and not error.errno):
         raise error
     passing = isinstance(error, (MemoryError, RecursionError)) or getattr(error, "errno", None) in _PASSING
-    killed = isinstance(error, subprocess.CalledProcessError) and error.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+    killed = isinstance(error, subprocess.CalledProcessError) and error.returncode in (-9, -15)  # SIGKILL, SIGTERM
     return is_passing(error.__context__, outer) or passing or killed
 
 

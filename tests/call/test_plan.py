@@ -45,9 +45,9 @@ def marks(mask, key_mask=None, query_mask=None, bias=None):
     return torch.ops.fusedattn.block_mask(mask, key_mask, query_mask, bias, *lengths)[0].cpu().clamp(max=SOME)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 40, 70), (1, 1, 33, 17), (2, 1, 1, 50), (1, 2, 50, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 64, 128), (1, 1, 33, 17), (2, 1, 1, 50), (1, 2, 50, 1)], ids=str)
 def test_marks_of_a_mask(shape, device, grain):
-    mask = blocky(*shape, device=device, grain=grain)
+    mask = torch.nn.functional.pad(blocky(*shape, device=device, grain=grain).flatten(), (1, 0))[1:].view(shape)
     plan, want = fa.plan(mask), by_hand(mask.cpu(), grain)
     assert all(torch.equal(x, want) for x in (plan.block_mask.cpu().clamp(max=SOME), marks(mask)))
     assert plan.density == pytest.approx(mask.double().mean().item())

@@ -150,6 +150,9 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
             assert fa.explain(*draw()).backend == "cpu"
         with ThreadPoolExecutor(1) as other:
             assert other.submit(fa.explain, *draw()).result().backend == "cpu"
+            inside = fa.use_backend("naive")
+            other.submit(inside.__enter__).result()
+            inside.__exit__(None, None, None)  # as of a generator that another thread closes
         with pytest.raises(NotImplementedError):
             fa.attention(*draw(dim=600, device=device))
     assert fa.explain(*draw()).backend == "cpu"
