@@ -54,7 +54,7 @@ def programs(call: Call, pipeline: Pipeline, count: int, multiprocessors: int) -
     planes, band, keys = batch * heads * count, hopper.band_of(call), _visible(call, 0)
     blocks = arguments.slots(call, pipeline.rows) * heads * count
     most = tile_table.SHARED_KEYS if band == "full" else tile_table.SHARED_KEYS_OF_BANDS
-    if not pipeline.persistent or keys > most.get(hopper.row_width(call), keys):
+    if keys > most.get(hopper.row_width(call), keys):
         return blocks
     if band != "causal":
         return min(blocks, multiprocessors)
@@ -86,7 +86,7 @@ def _arguments(call, out, lse, stats, pipeline, partials, count, cached):
     planes = count * hopper.column_parts(call)  # key splits x parts of the output, for each head
     by_groups = tile_table.REGISTERS if call.key_mask is call.mask_bits is None else tile_table.CLEANING_REGISTERS
     _, *registers = by_groups[pipeline.warpgroups]
-    form = pipeline.warpgroups, pipeline.stages, pipeline.ping_pong, tuple(registers)
+    form = pipeline.warpgroups, pipeline.stages, tuple(registers)
     return arguments.band(call) | dict(
         Q=descriptor(query, each, part, packed),
         K=descriptor(key, pipeline.keys, part, by_rows),

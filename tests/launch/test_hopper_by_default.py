@@ -20,7 +20,7 @@ from fusedattn.launch import run, tile_table, tuned
 from .. import cases
 from ..inside import Plain, call_of, compiled
 from ..offline import absent
-from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
+from .test_tuned import FORWARD, PLACE, ROWS, SLIM, chosen  # noqa: F401
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200.csv"
 
@@ -249,7 +249,7 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
         for repeatable, options in itertools.product((False, True), (dict(causal=True), dict(window=(4, 0)))):
             with override(deterministic=repeatable):
                 found = fa.explain(*inputs, **options)
-                assert found.backend == "hopper" and found.tiles["hopper"] == GRID and found.backward == [tuned.SLOWER]
+                assert found.backend == "hopper" and found.tiles["hopper"] == SLIM and found.backward == [tuned.SLOWER]
                 assert not {"hopper_bwd", "hopper_bwd_deterministic"} & {*found.tiles}
         wrong = [tuned.Row("hopper", *PLACE, x, why="NaN") for x in tile_table.HOPPER[128]]
         chosen([*wrong, ROWS[-1]._replace(why="NaN")])

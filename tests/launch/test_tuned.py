@@ -19,13 +19,13 @@ from ..inside import fields
 GPU, PLACE = torch.device("cuda", 0), ("bfloat16", 128, "plain")
 ABOUT = dict(gpu="NVIDIA H200", capability="90", driver="580.1", torch="2.13.0", triton="3.7.1", fusedattn="1")
 FORWARD, ONE_PASS = (tuned.candidates(kernel, 90, 2, 128) for kernel in ("forward", "one_pass"))
-GRID, WAY_BACK = table.HOPPER[128][2], table.BACKWARDS["hopper_bwd"][128][0]
+SLIM, WAY_BACK = table.HOPPER[128][1], table.BACKWARDS["hopper_bwd"][128][0]
 ROWS = [
     Row("forward", *PLACE, FORWARD[0], dict(full=2.0, causal=1.2)),
     Row("forward", *PLACE, FORWARD[1], dict(full=1.5, causal=1.1)),
     Row("forward", *PLACE, FORWARD[2]),
     Row("forward", *PLACE, FORWARD[3], why="out: NaN"),
-    Row("hopper", *PLACE, GRID, dict(full=1.6, causal=1.0)),
+    Row("hopper", *PLACE, SLIM, dict(full=1.6, causal=1.0)),
     Row("two_passes", *PLACE, None, dict(full=3.0, causal=3.0)),
     Row("one_pass", *PLACE, ONE_PASS[0], dict(full=4.0, causal=2.0)),
     Row("hopper_bwd_deterministic", *PLACE, WAY_BACK, dict(causal=4.0)),

@@ -128,13 +128,12 @@ def _faults_on_hopper(row, report, length):
 
 
 def _hopper_table():
-    """Yield a Row (a kernel to compile) for each Hopper pipeline, one for those that differ only in `persistent`."""
+    """Yield a Row (a kernel to compile) for each Hopper pipeline."""
     for width, pipelines in tile_table.HOPPER.items():
-        distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
-        first = distinct[0], (0, len(distinct))
-        for index, pipeline in enumerate(distinct):
+        first = pipelines[0], (0, len(pipelines))
+        for index, pipeline in enumerate(pipelines):
             for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one for the others
-                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
+                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(pipelines)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)
