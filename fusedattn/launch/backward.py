@@ -12,11 +12,8 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, failures, grids, hopper, run, tile_table, tuned
+from . import arguments, blocks, failures, grids, hopper, hopper_backward, run, tile_table, tuned
 from .forward import run_by_rows
-
-if hopper.missing is None:
-    from . import hopper_backward
 
 
 class _Pass(NamedTuple):

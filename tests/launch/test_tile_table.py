@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn.launch import tile_table as table, tuned
 from fusedattn.launch.decode import splits
-from fusedattn.launch.hopper_forward import _fastest
+from fusedattn.launch.forward import _fastest
 
 GPUS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 OPTIONS = {"plain": {}, "masked": dict(key_mask=True), "rich": dict(softcap=2.0, bias=True)}
