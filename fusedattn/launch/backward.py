@@ -154,8 +154,7 @@ def _dkdv(name, p, query_sums, grads):
 
     def more(tile):
         sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
-        described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
-        return described | dict(GradQ=sums) | blocks.walks(call, tile, by_keys=True)
+        return dict(GradQ=sums) | blocks.walks(call, tile, by_keys=True)
 
     programs = functools.partial(arguments.programs, call, by_keys=True)
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)

@@ -16,8 +16,12 @@ def run_by_rows(name, call, launched):
     """Run a kernel in which each program loops over the keys for one block of rows of one head."""
 
     def more(tile):
-        described = arguments.described(tile, tile.keys, call.key_mask, K=call.key, V=call.value)
-        return described | blocks.walks(call, tile)
+        walks = blocks.walks(call, tile)
+        # TMA also loads keys that a mask hides, which may be NaN.
+        by_tma = tile.tma and call.key_mask is None and call.key.numel() and hopper.reachable(call.key, call.value)
+        if not by_tma:
+            return walks
+        return walks | {name: arguments.descriptor(x, tile.keys) for name, x in dict(K=call.key, V=call.value).items()}
 
     run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, more)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """Block size, warps and stages of a program, and the bytes it may spill. `make compile` fails if it spills more.
 
-    For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads the tiles of the inner loop
-    by TMA, if `arguments.described` allows it.
+    For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads keys and values by TMA
+    (forward and dq), if it can read them.
     """
 
     rows: int

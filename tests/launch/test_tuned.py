@@ -66,10 +66,10 @@ def test_a_file_is_about_the_gpu_and_all_versions(monkeypatch):
 
 
 def test_a_file_counts_until_it_is_forgotten_and_reaches_calls_made_before(file, monkeypatch):
-    mine, forgotten = file.parent / "mine.json", []
+    mine, forgotten, forget = file.parent / "mine.json", [], replay.forget
     mine.write_text(json.dumps(content()))
     assert said() == ({}, []), "it is of no GPU by its name"
-    monkeypatch.setattr(replay, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(replay, "forget", lambda: forgotten.append(forget() is None))
     for step, found in ((lambda: fa.tuning.load(mine), choose(ROWS)), (fa.tuning.forget, {})):
         table.fitting["a kind of call"] = ()
         step()
