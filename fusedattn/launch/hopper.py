@@ -111,19 +111,10 @@ def _odd(call, *names):
     return [f"the head dimension of {name} is {size}, not a multiple of 8" for name, size in odd.items()]
 
 
-def is_copied(call: Call) -> bool:
-    """Return whether Hopper kernels use copies, because TMA cannot read or write a tensor, and copies are cheap."""
-    odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
-    return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
-
-
-def _by_tma(call):
-    return {name: getattr(call, name) for name in ATTENDED} | dict(bias=by_tiles(call))
-
-
 def unreachable(call: Call) -> list[str]:
     """Return a sentence per tensor that TMA cannot read: mask_bits, and, if not copied, query, key, value, bias."""
-    if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
+    by_tma = {name: getattr(call, name) for name in ATTENDED} | dict(bias=by_tiles(call))
+    if (lacks := _unreadable(by_tma)) and _pays_copies(call):
         lacks = []
     if call.mask_bits is not None and not arguments.aligned(call.mask_bits):
         lacks.append("the words of its plan lie at an address that is no multiple of 16")
