@@ -14,16 +14,8 @@ from .hopper import descriptor, of_bias, of_words
 
 def run_by_rows(name, call, launched):
     """Run a kernel in which each program loops over the keys for one block of rows of one head."""
-
-    def more(tile):
-        walks = blocks.walks(call, tile)
-        # TMA also loads keys that a mask hides, which may be NaN.
-        by_tma = tile.tma and call.key_mask is None and call.key.numel() and hopper.reachable(call.key, call.value)
-        if not by_tma:
-            return walks
-        return walks | {name: arguments.descriptor(x, tile.keys) for name, x in dict(K=call.key, V=call.value).items()}
-
-    run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, more)
+    walks = functools.partial(blocks.walks, call)
+    run.run_tiled(name, call, functools.partial(arguments.programs, call), launched, walks)
 
 
 def _forward(out, lse, stats, call):

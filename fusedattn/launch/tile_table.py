@@ -10,8 +10,7 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """Block size, warps and stages of a program, and the bytes it may spill. `make compile` fails if it spills more.
 
-    For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads keys and values by TMA
-    (forward and dq), if it can read them.
+    bulk adds tiles of dq to memory by TMA, for compute capability 9.0 and later.
     """
 
     rows: int
@@ -20,7 +19,6 @@ class Tile(NamedTuple):
     stages: int
     spills: int = 0
     bulk: bool = False
-    tma: bool = False
 
 
 class Pipeline(NamedTuple):

@@ -31,27 +31,11 @@ RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper ke
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *tile_table.BACKWARDS, "two_passes")
 # Further tiles of plain calls, used only if `fusedattn tune` found them faster. Some have fewer stages in less shared
 # memory. Some run two programs of four warps on a multiprocessor, so that one multiplies during the other's softmax.
-# Loads by TMA take fewer instructions and registers in the forward and in dq.
 CANDIDATES = {
-    ("forward", 90, 2, 64): (
-        Tile(128, 128, 8, 3, tma=True),
-        Tile(64, 128, 4, 3, tma=True),
-        Tile(128, 64, 4, 3, tma=True),
-        Tile(64, 128, 4, 3),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 8, 3),
-    ),
-    ("forward", 90, 2, 128): (Tile(128, 128, 8, 3, tma=True), Tile(64, 64, 4, 3, tma=True)),
-    ("forward", 90, 2, 256): (
-        Tile(128, 32, 8, 4, spills=8, tma=True),
-        Tile(128, 64, 8, 2, spills=4, tma=True),
-        Tile(128, 32, 8, 4),
-        Tile(128, 64, 8, 2),
-    ),
+    ("forward", 90, 2, 64): (Tile(64, 128, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("forward", 90, 2, 256): (Tile(128, 32, 8, 4), Tile(128, 64, 8, 2)),
     ("forward", 90, 2, 512): (Tile(64, 32, 8, 2, spills=40), Tile(64, 16, 8, 2)),
-    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
-    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
-    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=72, tma=True),),
+    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2),),
     ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 2),),
     ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192),),
     ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168),),

@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
     def __str__(self):
         tile = f"{self.tile.rows}{'' if self.tile.keys is None else f'x{self.tile.keys}'}"
-        tile += f" w{self.turning} s{self.tile.stages}" + " tma" * getattr(self.tile, "tma", False)
+        tile += f" w{self.turning} s{self.tile.stages}"
         return f"{self.kernel:25}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
 
 
