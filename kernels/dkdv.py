@@ -36,8 +36,8 @@ def _walk_rows(
             masking.real_rows(rules.masks, plane, rows, band.rows) if CHECK or rules.masks.rows is not None else None
         )
         r, c = rows[None, :], cols[:, None]
-        q = columns.load(memory.of_rows(Q, plane), rows, exists, spec.D, first)
-        do = columns.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV, first)
+        q = columns.load(memory.of_rows(Q, plane), rows, exists, spec.D)
+        do = columns.load(memory.of_rows(incoming.grad_out, plane), rows, exists, spec.DV)
         row = gradient.across(gradient.load(incoming.rows, plane, rows, band.rows))
         shown = masking.shown(rules.masks, band, plane, r, c, first_key, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
@@ -83,10 +83,10 @@ def dkdv(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write grads.k (B, Hkv, Sk, D) and grads.v (B, Hkv, Sk, DV), summed over the query heads of a kv head."""
-    # Q and GradOut are Views (pointer and strides), or both TMA descriptors. GradQ, unless None, is a float32 View or
-    # descriptor of (B, Hq, Sq, D), and accumulates dq, not yet scaled. Then the backward takes one pass, with five
-    # products a tile instead of seven. grads.bias, a View of (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold
-    # zeros at first. The three columns of key_sums add up to the gradient of the scores, summed over rows.
+    # GradQ, unless None, is a float32 View or TMA descriptor of (B, Hq, Sq, D), and accumulates dq, not yet scaled.
+    # Then the backward takes one pass, with five products a tile instead of seven. grads.bias, a View of
+    # (B, Hq, Sq, Sk), and grads.key_sums (B, Hq, Sk, 3) hold zeros at first. The three columns of key_sums add up to
+    # the gradient of the scores, summed over rows.
 
     # ids
     block, kv, q_len, k_len = span.locate(sequences, q_len, k_len, heads // spec.GROUP, BLOCK_N, BY_KEYS=True)

@@ -25,7 +25,7 @@ def _walk_keys(
         exists = masking.real_keys(rules.masks, plane, cols, band.keys) if CHECK else None
         r, c = rows[:, None], cols[None, :]
         first = j * BLOCK_N
-        k_tile, v_tile = columns.load(k, cols, exists, spec.D, first), columns.load(v, cols, exists, spec.DV, first)
+        k_tile, v_tile = columns.load(k, cols, exists, spec.D), columns.load(v, cols, exists, spec.DV)
         shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
         bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
         copies.fence()
@@ -53,8 +53,7 @@ def dq(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write GradQ (B, Hq, Sq, D), unless None, and grads.rows, the gradients that have one number per row."""
-    # K and V are Views (pointer and strides), or both TMA descriptors. Rows has the statistics of `preprocess`.
-    # grads.bias, unless None, is a View of (B, Hq, Sq, Sk) that holds zeros at first.
+    # Rows has the statistics of `preprocess`. grads.bias, unless None, is a View of (B, Hq, Sq, Sk), first all zeros.
 
     # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)

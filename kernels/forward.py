@@ -35,9 +35,8 @@ def forward(
     spec: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write Out (B, Hq, Sq, DV) and, unless None, Lse (B, Hq, Sq) and Stats (B, Hq, Sq, `saved_stats.columns`)."""
-    # Q, K, V and Out are Views (pointer and strides); K and V may both be TMA descriptors. Lse and Stats are
-    # contiguous. tile_lists is None if only causal and window hide pairs. For packed sequences B is 1, and q_len and
-    # k_len are totals.
+    # Q, K, V and Out are Views (pointer and strides). Lse and Stats are contiguous. tile_lists is None if only causal
+    # and window hide pairs. For packed sequences B is 1, and q_len and k_len are totals.
 
     # ids
     block, plane, q_len, k_len = span.locate(sequences, q_len, k_len, heads, BLOCK_M, BY_KEYS=False)

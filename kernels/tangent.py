@@ -56,7 +56,7 @@ def _walk(
 def _less(tile, t_lse, Out, stats, rows, length, n: tl.constexpr, spec: tl.constexpr):
     """Return tile - t_lse * out for part n of the columns: the tangent of the output."""
     COLUMNS: tl.constexpr = columns.size(spec.DV, n)
-    out = memory.load(columns.part(Out, n), rows, rows < length, COLUMNS, 0, columns.width(spec.DV, n))
+    out = memory.load(columns.part(Out, n), rows, rows < length, COLUMNS, columns.width(spec.DV, n))
     if out.dtype.primitive_bitwidth == 16:
         errors = columns.part(saved_stats.errors(stats), n)
         tile -= t_lse[:, None] * saved_stats.lost(errors, rows, length, out, COLUMNS)

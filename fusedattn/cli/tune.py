@@ -100,13 +100,13 @@ def taking(row: Row, rows, capability: int | None):
     forms = tuned.candidates(row.kernel, capability, getattr(torch, row.dtype).itemsize, row.width, row.pressure)
     others = [row._replace(form=x, ms={}, why="another is measured") for x in forms if x != row.form]
     failures.forget()  # failures of the previous tile
+    tuned.use(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     replay.forget()
-    tuned.ask(tuned.choose([row, *others, *(x for x in rows if x.kernel != row.kernel)]))
     try:
         with override(deterministic=row.kernel in REPEATABLE):
             yield
     finally:
-        tuned.ask(None)
+        tuned.forget()
         replay.forget()
 
 
@@ -123,11 +123,7 @@ def measured(row: Row, case: Case, device) -> Row:
         why = "results differ from run to run"
     if why:
         return row._replace(why=f"{small.name}, {why}")
-    return row._replace(ms={**row.ms, case.name: milliseconds(step, device)})
-
-
-def milliseconds(step, device) -> float:
-    return timer.times({"": step}, "", device, BUDGET_MS)[""][1]
+    return row._replace(ms={**row.ms, case.name: timer.times({"": step}, "", device, BUDGET_MS)[""][1]})
 
 
 def step_of(row: Row, case: Case, device):

@@ -31,8 +31,7 @@ def load(file: str | os.PathLike[str]) -> None:
         raise TypeError(f"file: expected a path, got {type(file).__name__}")
     here = [tuned.about(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     gpu, choices = tuned.read(Path(file), here)
-    tuned.loaded[gpu] = choices
-    tuned.ask(None)
+    tuned.use(choices, gpu)
     replay.forget()
 
 
@@ -42,6 +41,5 @@ def forget() -> None:
     Examples:
         >>> fusedattn.tuning.forget()
     """
-    tuned.loaded.clear()
-    tuned.ask(None)
+    tuned.forget()
     replay.forget()

@@ -1,7 +1,5 @@
 """Kernel arguments made from a Call: Views (a tensor and its strides), NamedTuples of options, numbers."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton import cdiv
@@ -14,7 +12,6 @@ from ..kernels.vocabulary.masks import BLOCK, Bits, Masks
 from ..kernels.vocabulary.memory import View, width
 from ..kernels.vocabulary.rules import Rules, Spec
 from ..kernels.vocabulary.scores import score
-from . import tile_table
 
 TMA_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 
@@ -85,14 +82,6 @@ def block(tensor: Tensor, rows: int) -> tuple[list, list, list]:
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, *block(tensor, rows))
-
-
-def described(tile: tile_table.Tile, rows: int, hiding: Tensor | None, **tensors: Tensor) -> dict[str, Any]:
-    """Return {name: TMA descriptor} if the tile uses TMA and it can read all tensors, or {}: Views are then used."""
-    # hiding: mask of the tensors' rows, or None. With a mask return {}: hidden rows may be NaN, and TMA loads them.
-    if not tile.tma or hiding is not None or not all(x.numel() and strided(x) and aligned(x) for x in tensors.values()):
-        return {}
-    return {name: descriptor(x, rows) for name, x in tensors.items()}
 
 
 def _bytes(mask, *shape):

@@ -12,11 +12,8 @@ from ..kernels.preprocess import Shown
 from ..kernels.vocabulary.gradient import Grads, Incoming
 from ..kernels.vocabulary.masks import EMPTY
 from ..kernels.vocabulary.row_sums import ByRow
-from . import arguments, blocks, failures, grids, hopper, run, tile_table, tuned
+from . import arguments, blocks, failures, grids, hopper, hopper_backward, run, tile_table, tuned
 from .forward import run_by_rows
-
-if hopper.missing is None:
-    from . import hopper_backward
 
 
 class _Pass(NamedTuple):
@@ -75,20 +72,18 @@ def reasons_not_on_hopper(call: Call, need, backend: str) -> list[str]:
     return [] if run.form_on_hopper(kernel, call) else [str(run.none_is_right(kernel, device))]
 
 
-def passes(call: Call, need, backend: str = "triton", by_tma: tuple | None = ()) -> tuple[str, ...]:
+def passes(call: Call, need, backend: str = "triton", of_weights: bool = False) -> tuple[str, ...]:
     """Return the names of a backward's kernels, in order. need: for each of INPUTS, whether its gradient is needed."""
-    # by_tma: gradients that a Hopper kernel would read or write by TMA; None if the weights have a gradient, which it
-    # does not support. A Hopper kernel runs if there is no reason against it. Otherwise one_pass runs if heads are
-    # narrow, dq may be summed in any order, no other gradient is summed by row, and tuning did not find two passes
-    # faster. Otherwise dq and dkdv run, which are deterministic.
+    # of_weights: the weights have a gradient, which Hopper kernels do not support. A Hopper kernel runs if there is no
+    # reason against it. Otherwise one_pass runs if heads are narrow, dq may be summed in any order, no other gradient
+    # is summed by row, and tuning did not find two passes faster. Otherwise dq and dkdv run, which are deterministic.
     needed = dict(zip(INPUTS, need, strict=True))
     where = _bias_sum(call) if needed["bias"] else None
     by_rows = any(_by_row(needed, where).values())
     by_keys = needed["key"] or needed["value"] or where == "keys"
     deterministic = _is_deterministic(call)
     narrow = run.widest(call) <= tile_table.ONE_PASS
-    taken = run.has_hopper(call.query) and not reasons_not_on_hopper(call, need, backend)
-    if taken and by_tma is not None and (hopper.is_copied(call) or hopper.reachable(*by_tma)):
+    if run.has_hopper(call.query) and not of_weights and not reasons_not_on_hopper(call, need, backend):
         # The Hopper kernels have no registers for gradients of slopes and of a bias. So other kernels compute the
         # gradients of scores again, and sum or store them. But `preprocess` computes sums for sinks and row biases from
         # row statistics, unless rows see keys of other calls, or packed sequences have different sinks.
@@ -157,8 +152,7 @@ def _dkdv(name, p, query_sums, grads):
 
     def more(tile):
         sums = arguments.descriptor(query_sums, tile.rows) if tile.bulk else arguments.of(query_sums)
-        described = arguments.described(tile, tile.rows, call.query_mask, Q=call.query, GradOut=p.grad_out)
-        return described | dict(GradQ=sums) | blocks.walks(call, tile, by_keys=True)
+        return dict(GradQ=sums) | blocks.walks(call, tile, by_keys=True)
 
     programs = functools.partial(arguments.programs, call, by_keys=True)
     run.run_tiled(name, call, programs, p.launched | dict(grads=grads), more)
@@ -222,9 +216,7 @@ def launch_backward(grads, grad_out, grad_lse, grad_weights, out, weights, stats
     """Write the gradients of a Call into `grads`: for each of INPUTS a tensor, or None if not needed."""
     grids.check(call)
     grads = dict(zip(INPUTS, grads, strict=True))
-    attended = [grads[name] for name in ATTENDED if grads[name] is not None]
-    by_tma = (grad_out, *attended) if grad_weights is None else None
-    names = passes(call, [x is not None for x in grads.values()], backend, by_tma)
+    names = passes(call, [x is not None for x in grads.values()], backend, grad_weights is not None)
     special = next((name for name in names if name in tile_table.ON_HOPPER), None)
     original = dict(grads)
     if special is not None:

@@ -1,6 +1,7 @@
-"""Limits of Hopper's kernels: why they refuse a call, and which of their tiles fit it."""
+"""Limits of Hopper's kernels: why they refuse a call, and which of their tiles fit it. TMA descriptors of tensors."""
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from .tile_table import Backward, Pipeline
 KERNELS: dict[str, Any] = {}
 missing: str | None = None
 try:
-    from ..kernels.hopper import backward, forward, products, stored, wide
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ..kernels.hopper import backward, forward, products, stored, visits, wide, work  # noqa: F401 - for launches
 except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
     missing = f"this version of Triton lacks names that its kernel uses ({error})"
 else:
@@ -107,19 +111,10 @@ def _odd(call, *names):
     return [f"the head dimension of {name} is {size}, not a multiple of 8" for name, size in odd.items()]
 
 
-def is_copied(call: Call) -> bool:
-    """Return whether Hopper kernels use copies, because TMA cannot read or write a tensor, and copies are cheap."""
-    odd = call.query.shape[3] % 8 or call.value.shape[3] % 8
-    return bool(odd or _unreadable(_by_tma(call))) and _pays_copies(call)
-
-
-def _by_tma(call):
-    return {name: getattr(call, name) for name in ATTENDED} | dict(bias=by_tiles(call))
-
-
 def unreachable(call: Call) -> list[str]:
     """Return a sentence per tensor that TMA cannot read: mask_bits, and, if not copied, query, key, value, bias."""
-    if (lacks := _unreadable(_by_tma(call))) and _pays_copies(call):
+    by_tma = {name: getattr(call, name) for name in ATTENDED} | dict(bias=by_tiles(call))
+    if (lacks := _unreadable(by_tma)) and _pays_copies(call):
         lacks = []
     if call.mask_bits is not None and not arguments.aligned(call.mask_bits):
         lacks.append("the words of its plan lie at an address that is no multiple of 16")
@@ -346,3 +341,44 @@ def rows_of_cache(cache: Tensor) -> Tensor:
     pages, heads, page, columns = cache.shape
     strides = 0, cache.stride(1), _row(cache), cache.stride(3)
     return cache.as_strided((1, heads, (pages - 1) * pitch_of(cache) + page, columns), strides)
+
+
+@cache
+def _layout(tile, dtype):
+    return language.NVMMASharedLayout.get_default_for([*tile], getattr(language, str(dtype).removeprefix("torch.")))
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int | None = None, packed: bool = False, heads: int = 1) -> Any:
+    """Return a TMA descriptor of (B, H, S, D), for blocks of `heads` heads, `rows` rows and `columns` (None: all).
+
+    If packed, B is 1, and TMA neither loads nor stores past the end of a sequence. Source: triton/tools/ragged_tma.py.
+    Two more dimensions have strides of 2**34 - s and s, where s is the stride of a row. Their coordinates, 2**30 and
+    the end of the sequence, add up to the address 2**30 rows before that end, because addresses wrap around at 2**64.
+    Counted from there, the sequence ends with row 2**30 - 1. The descriptor has 2**30 rows: later rows are outside.
+    """
+    shape, strides, block = arguments.block(tensor, rows)
+    block = [1, heads, rows, block[3] if columns is None else columns]
+    tile = [1, 1, heads * rows, block[3]]
+    if packed:
+        (_, all_heads, total, width), (_, head, row, _) = shape, strides
+        shape = [RAGGED_ROWS + 1, total + 1, all_heads, RAGGED_ROWS, width]
+        strides, block, tile = [2**34 - row, row, head, row, 1], [1, *block], [1, *tile]
+    return TensorDescriptor(tensor, shape, strides, block, _layout(tuple(tile), tensor.dtype))
+
+
+def of_bias(call, keys):
+    bias = by_tiles(call)
+    if bias is None:
+        return None
+    if bias.shape[2] == 1:  # TMA writes to shared memory at multiples of 128 bytes
+        return descriptor(bias, 1, max(keys, 128 // bias.element_size()))
+    return descriptor(bias, tile_table.WARPGROUP_ROWS, keys)
+
+
+def of_words(words):
+    """Return a TMA descriptor of mask_bits, as int32: Triton's descriptors have no 64-bit elements. None stays None."""
+    if words is None:
+        return None
+    words = words.view(torch.int32)
+    size = words.shape[1]
+    return TensorDescriptor(words, [*words.shape], [size, 1], [1, size], language.NVMMASharedLayout(0, 32, 2))

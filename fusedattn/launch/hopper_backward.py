@@ -5,11 +5,10 @@ from torch import Tensor
 from triton import cdiv
 
 from ..call.options import TENSORS, Call, origin_of, sizes, sliced, with_tensors
-from ..kernels.hopper import backward, products, visits
 from ..kernels.vocabulary.masks import Masks
 from ..kernels.vocabulary.memory import width
 from . import arguments, blocks, hopper, run, tile_table
-from .descriptors import descriptor, of_bias, of_words
+from .hopper import descriptor, of_bias, of_words
 
 REGISTERS, OPTIONS = tile_table.REGISTERS[2][1:], dict(num_warps=4, maxnreg=tile_table.REGISTERS[2][0])
 EACH = tile_table.WARPGROUP_ROWS  # keys of a warpgroup
@@ -67,7 +66,7 @@ def launch_sums(name, p, query_sums, turns, grads, form):
     at_once = width_k // (2 * EACH // form.rows)  # columns of dq that are added at a time
     tiles = 0 if bias is None else hopper.bias_tiles(call, bias, form)
     columns = (call.key.shape[3], call.value.shape[3]) if call.partial else ()
-    dq_at = _dq_at(call, turns is not None)
+    dq_at, group = _dq_at(call, turns is not None), hopper.group_of(call)
     with run.surroundings(device):
         words = blocks.words_by_keys(call, kind)
         launched = arguments.band(call) | dict(
@@ -84,7 +83,7 @@ def launch_sums(name, p, query_sums, turns, grads, form):
             GradV=_result(call, grads["value"], width_v),
             rules=_rules(p, call.mask_bits),
             heads=call.key.shape[1],
-            form=backward.Form(form.stages, tiles, dq_at, REGISTERS, hopper.group_of(call), call.top_left, columns),
+            form=hopper.backward.Form(form.stages, tiles, dq_at, REGISTERS, group, call.top_left, columns),
         )
         # Without a mask of pairs, the kernel itself finds the blocks that a key mask hides.
         call = call._replace(block_mask=None) if words is None else call
@@ -132,7 +131,7 @@ def _stored(p, words, scores, weights, grad_value, form, multiprocessors):
         rules=_rules(p, words),
         heads=call.key.shape[1],
         section=_section(call, tile_table.SECTION_BYTES, size, cdiv(keys, form.keys), multiprocessors),
-        form=visits.Form(group, *columns, call.top_left, REGISTERS, bias is None),
+        form=hopper.visits.Form(group, *columns, call.top_left, REGISTERS, bias is None),
     )
     if _are_rows(call):
         launched["Rows"] = descriptor(rows, form.rows, 4, packed)
@@ -178,7 +177,7 @@ def _product(call, factor, others, grad, of_key, scale, form, multiprocessors):
         Product=_result(call, grad, columns),
         heads=grad.shape[1],
         scale=scale,
-        form=products.Form(group, members, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
+        form=hopper.products.Form(group, members, grad.shape[3], across, of_key, call.top_left, form.stages, REGISTERS),
     )
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """Block size, warps and stages of a program, and the bytes it may spill. `make compile` fails if it spills more.
 
-    For compute capability 9.0 and later: bulk adds tiles of dq to memory by TMA; tma loads the tiles of the inner loop
-    by TMA, if `arguments.described` allows it.
+    bulk adds tiles of dq to memory by TMA, for compute capability 9.0 and later.
     """
 
     rows: int
@@ -20,22 +19,17 @@ class Tile(NamedTuple):
     stages: int
     spills: int = 0
     bulk: bool = False
-    tma: bool = False
 
 
 class Pipeline(NamedTuple):
     """Tile of the Hopper forward, which may not spill registers.
 
     warpgroups: how many run wgmma, WARPGROUP_ROWS rows each. stages: blocks of keys, and of values, in shared memory.
-    persistent: a program may compute several blocks (`hopper_forward.programs`). With causal it pairs long with short
-    blocks; unpaired was 19 % slower (H200, D 128, S 4096). ping_pong: two warpgroups multiply in turns.
     """
 
     warpgroups: int
     keys: int
     stages: int
-    persistent: bool = True
-    ping_pong: bool = False
 
     @property
     def rows(self):
@@ -92,18 +86,14 @@ MERGE_US, MERGED_BYTES_A_US = 5.0, 3e6  # fixed time of merging splits, and the 
 SHARED_PAIRS = 0.9  # causal programs take pairs of blocks if pairs keep at least this share of multiprocessors busy
 
 
-def _variants(pipeline):
-    return pipeline, pipeline._replace(ping_pong=True), pipeline._replace(persistent=False)
-
-
 # Tiles by `width_on_hopper`. The first is used. Others are candidates of `fusedattn tune`, or fit beside a bias.
 # bench/results/h200.csv has their times.
 HOPPER = {
-    64: (*_variants(Pipeline(2, 128, 3)), Pipeline(3, 128, 2)),
-    128: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 4)),
-    192: (*_variants(Pipeline(2, 128, 2)), Pipeline(2, 64, 3)),
-    256: (*_variants(Pipeline(2, 64, 2)), Pipeline(2, 32, 4)),
-    512: (*_variants(Pipeline(2, 64, 1)), Pipeline(2, 32, 1)),
+    64: (Pipeline(2, 128, 3), Pipeline(3, 128, 2)),
+    128: (Pipeline(2, 128, 2), Pipeline(2, 64, 4)),
+    192: (Pipeline(2, 128, 2), Pipeline(2, 64, 3)),
+    256: (Pipeline(2, 64, 2), Pipeline(2, 32, 4)),
+    512: (Pipeline(2, 64, 1), Pipeline(2, 32, 1)),
 }
 # {width: {option: the most keys of a forward tile whose loop spills no registers}}
 MOST_KEYS = {192: dict(alibi_slopes=64, seed=64)} | dict.fromkeys((256, 512), dict(alibi_slopes=32, seed=32))

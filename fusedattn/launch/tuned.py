@@ -31,44 +31,15 @@ RIVALS = {"hopper": ("forward",)} | {  # kernels for any GPU that each Hopper ke
 MEASURED = ("forward", "hopper", "dq", "dkdv", "one_pass", *tile_table.BACKWARDS, "two_passes")
 # Further tiles of plain calls, used only if `fusedattn tune` found them faster. Some have fewer stages in less shared
 # memory. Some run two programs of four warps on a multiprocessor, so that one multiplies during the other's softmax.
-# Loads by TMA take fewer instructions and registers in the forward and in dq, but spill more in dk/dv at D 128.
 CANDIDATES = {
-    ("forward", 90, 2, 64): (
-        Tile(128, 128, 8, 3, tma=True),
-        Tile(64, 128, 4, 3, tma=True),
-        Tile(128, 64, 4, 3, tma=True),
-        Tile(64, 128, 4, 3),
-        Tile(128, 64, 4, 3),
-        Tile(128, 64, 8, 3),
-    ),
-    ("forward", 90, 2, 128): (
-        Tile(128, 128, 8, 3, tma=True),
-        Tile(128, 64, 8, 4, tma=True),
-        Tile(64, 64, 4, 3, tma=True),
-        Tile(128, 128, 8, 2),
-    ),
-    ("forward", 90, 2, 256): (
-        Tile(128, 32, 8, 4, spills=8, tma=True),
-        Tile(128, 64, 8, 2, spills=4, tma=True),
-        Tile(128, 32, 8, 4),
-        Tile(128, 64, 8, 2),
-    ),
+    ("forward", 90, 2, 64): (Tile(64, 128, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("forward", 90, 2, 256): (Tile(128, 32, 8, 4), Tile(128, 64, 8, 2)),
     ("forward", 90, 2, 512): (Tile(64, 32, 8, 2, spills=40), Tile(64, 16, 8, 2)),
-    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2, tma=True), Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2)),
-    ("dq", 90, 2, 128): (Tile(128, 64, 8, 3, tma=True),),
-    ("dq", 90, 2, 256): (Tile(128, 32, 8, 3, spills=72, tma=True),),
-    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 3, tma=True), Tile(64, 128, 8, 2)),
-    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192), Tile(64, 64, 8, 3, tma=True)),
+    ("dq", 90, 2, 64): (Tile(128, 128, 8, 2),),
+    ("dkdv", 90, 2, 64): (Tile(64, 128, 8, 2),),
+    ("dkdv", 90, 2, 128): (Tile(64, 128, 8, 2, spills=192),),
     ("dkdv", 90, 2, 256): (Tile(32, 64, 8, 2, spills=168),),
-    ("one_pass", 90, 2, 64): (
-        Tile(64, 128, 8, 3, bulk=True, tma=True),
-        Tile(64, 64, 4, 3, bulk=True, tma=True),
-        Tile(64, 128, 8, 2, bulk=True),
-    ),
-    ("one_pass", 90, 2, 128): (
-        Tile(64, 64, 8, 3, spills=40, bulk=True, tma=True),
-        Tile(64, 128, 8, 2, spills=184, bulk=True),
-    ),
+    ("one_pass", 90, 2, 64): (Tile(64, 128, 8, 2, bulk=True),),
 }
 
 
@@ -123,7 +94,7 @@ def choose(rows: Iterable[Row]) -> Choices:
     for place, some in places.items():
         cases = {case for row in some for case in row.ms}
         ranked = sorted((x for x in some if not x.why), key=lambda x: sum(x.ms.get(case, math.inf) for case in cases))
-        right, wrong = (tuple(row.form for row in rows) for rows in (ranked, [row for row in some if row.why]))
+        right, wrong = tuple(row.form for row in ranked), tuple(row.form for row in some if row.why)
         choices[place] = Forms(right, wrong, ranked[0].ms if ranked else {})
     return choices
 
@@ -173,20 +144,19 @@ def _row(entry, capability):
     raise ValueError(f"there is no {row.form} of {row.kernel} for {row.dtype}, width {row.width}, {row.pressure} calls")
 
 
-loaded: dict[str, Choices] = {}  # {name of a GPU: Choices}, filled by `fusedattn.tuning.load`
-_override: Choices | None = None
+_used: dict[str, Choices] = {}  # {name of a GPU, or "" for every device: Choices}
 
 
 @functools.cache
 def of(device: Device) -> Choices:
-    """Return the tuned Choices of a device. A CPU or an assumed GPU has none, unless `ask` set some."""
-    if _override is not None:
-        return _override
-    if device.type != "cuda" or isinstance(device, AssumedGPU) or not (loaded or os.path.isdir(path("").parent)):
+    """Return the tuned Choices of a device. A CPU or an assumed GPU has none but those for every device."""
+    if "" in _used:
+        return _used[""]
+    if device.type != "cuda" or isinstance(device, AssumedGPU) or not (_used or os.path.isdir(path("").parent)):
         return {}
     name = torch.cuda.get_device_name(device)
-    if name in loaded or not os.path.isfile(path(name)):
-        return loaded.get(name, {})
+    if name in _used or not os.path.isfile(path(name)):
+        return _used.get(name, {})
     try:
         return read(path(name), [about(device)])[1]
     except (OSError, ValueError) as error:
@@ -194,12 +164,15 @@ def of(device: Device) -> Choices:
         return {}
 
 
-def ask(choices: Choices | None) -> None:
-    """Use these Choices in place of tuning files, on any device of this process; None goes back to the files."""
-    global _override
-    _override = choices
+def use(choices: Choices, gpu: str = "") -> None:
+    """Use these Choices in place of tuning files, on GPUs of a name, or by default on every device."""
+    _used[gpu] = choices
     of.cache_clear()
-    tile_table.fitting.clear()
+
+
+def forget() -> None:
+    _used.clear()
+    of.cache_clear()
 
 
 @constant

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
 from ..vocabulary import dropout as dropping, masks as masking, memory, saved_stats, scores, softmax, span
@@ -28,7 +28,7 @@ class Spec(NamedTuple):
     """Compile-time constants of a call: HEADS query heads, GROUP of them per kv head, and DV columns of a value.
 
     PARTS blocks of Q or K, side by side, are a tile; if STAGES is 1, each block of K is a tile. TOP_LEFT aligns row 0
-    with key 0, not the last ones. PAGE: keys of a page (2**30 if none). WARPGROUPS multiply, in turns if PING_PONG.
+    with key 0, not the last ones. PAGE: keys of a page (2**30 if none). WARPGROUPS multiply.
     STAGES: tiles of V and of K (if 1, K has TILES_OF_K). REGISTERS: (per multiplying thread, per copying thread).
     """
 
@@ -40,7 +40,6 @@ class Spec(NamedTuple):
     PAGE: int
     WARPGROUPS: int
     STAGES: int
-    PING_PONG: bool
     REGISTERS: tuple
 
 
@@ -85,20 +84,6 @@ def _visit(notes, step, block, count, full, full_end):
 
 
 @gluon.jit
-def _await_ping_pong(ping_pong, g: gl.constexpr, step):
-    """Wait until the other warpgroup has begun its products. Products of one then overlap with softmax of the other."""
-    if ping_pong is not None:
-        # The first step of warpgroup 0 does not wait.
-        mbarrier.wait(ping_pong.index(g), (step + g + 1) & 1)
-
-
-@gluon.jit
-def _pass_ping_pong(ping_pong, g: gl.constexpr):
-    if ping_pong is not None:
-        mbarrier.arrive(ping_pong.index(1 - g), count=1)
-
-
-@gluon.jit
 def _multiply(q, keys, step, zero, exists=True):
     """Begin q @ k.T of a step, summed over parts of the columns. The caller has waited for the first tile of k."""
     PARTS: gl.constexpr = keys.tiles.shape[0] // keys.ready.shape[0]
@@ -137,10 +122,7 @@ def _begin_scores(g: gl.constexpr, shared, n, step, zero, GROUPS: gl.constexpr, 
     q = _parts_of_q(g, shared, n, step, GROUPS)
     ring.wait(shared.q, n * GROUPS + g, pred=exists)
     ring.wait(shared.k, step * (len(q) if shared.v.tiles.shape[0] == 1 else 1), pred=exists)
-    _await_ping_pong(shared.ping_pong, g, step)
-    s = _multiply(q, shared.k, step, zero, exists)
-    _pass_ping_pong(shared.ping_pong, g)
-    return s
+    return _multiply(q, shared.k, step, zero, exists)
 
 
 @gluon.jit
@@ -215,13 +197,11 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             step += 1
             block = last - i if shared.notes is None else ()
             block, masked, _ = _visit(shared.notes, step, block, count, full, full_end)
-            _await_ping_pong(shared.ping_pong, g, step)
             if TILES > 1:
                 q = _parts_of_q(g, shared, n, step, GROUPS)
             s = _multiply(q, shared.k, step, zero)
             ring.wait(shared.v, step - 1)
             next_out = warpgroup_mma(p, ring.tile(shared.v, step - 1), out, is_async=True)
-            _pass_ping_pong(shared.ping_pong, g)
             s = _finish_scores(s, shared.k, step, TILES, 1)
             next_p, decay, state = weights(g, s, state, masked, of, block, shared, step, GROUPS)
             next_p = layouts.operand(next_p.to(dtype), out)
@@ -350,9 +330,8 @@ def forward(
     notes = None if tile_lists is None else noting.notes(AHEAD, K.block_type.shape[-2])
     words = None if Words is None else noting.words(Words, AHEAD, GROUPS * K.block_type.shape[-2] // masking.BLOCK)
     bias = None if Bias is None else ring.ring(Bias, GROUPS, 1)
-    ping_pong = ring.barriers(2) if spec.PING_PONG else None
     fence_async_shared()
-    shared = Shared(q, k, v, landed, notes, words, bias, out, ping_pong)
+    shared = Shared(q, k, v, landed, notes, words, bias, out)
     results = Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits)
     if GROUPS == 2:
         gl.warp_specialize(

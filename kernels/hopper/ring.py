@@ -13,7 +13,7 @@ from ..vocabulary import memory
 from ..vocabulary.span import Plane
 from .copies import async_load
 
-# Rows of a ragged descriptor, and the coordinate at which 64-bit addresses wrap around (launch/descriptors.py).
+# Rows of a ragged descriptor, and the coordinate at which 64-bit addresses wrap around (launch/hopper.py).
 ROWS = gl.constexpr(2**30)
 # Layout in which one warp sets rows of a tile to 0: a thread has 16 bytes of a row, and swizzling prevents conflicts.
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))

@@ -15,8 +15,7 @@ class Shared(NamedTuple):
 
     landed, with a key mask, has the tiles of v, and barriers at which the producer awaits its copies, to zero hidden
     values. notes are None without a mask of keys or pairs. words, with a mask of pairs, has the words (`masks.Bits`) of
-    each warpgroup's rows, copied with k. bias, unless None, is a ring with a tile for each warpgroup. ping_pong, unless
-    None, has a barrier for each of two warpgroups that multiply alternately.
+    each warpgroup's rows, copied with k. bias, unless None, is a ring with a tile for each warpgroup.
     """
 
     q: ring.Ring
@@ -27,7 +26,6 @@ class Shared(NamedTuple):
     words: gl.shared_memory_descriptor
     bias: ring.Ring
     out: gl.shared_memory_descriptor
-    ping_pong: gl.shared_memory_descriptor
 
 
 class Caches(NamedTuple):

@@ -12,10 +12,10 @@ def attend(
 ):  # fmt: skip
     """Return (out, softmax State) after one more tile of keys and values, the rows k_rows of the matrices k and v."""
     # out is a tuple of tiles (`columns`). If v is None, the values are the first columns of the keys. exists is True
-    # for the k_rows that exist, or None if all do. first is the first of k_rows, for TMA and masks in bits. r [rows, 1]
+    # for the k_rows that exist, or None if all do. first is the first of k_rows, for masks in bits. r [rows, 1]
     # and c [1, keys] count from the start of the sequence. plane is the queries' batch and head. In `decode` it has a
     # head for each row, so key masks use kv. Without CHECK every row sees every key, and no mask is read.
-    k_tile = columns.load(k, k_rows, exists, spec.D, first)  # [keys, D]
+    k_tile = columns.load(k, k_rows, exists, spec.D)  # [keys, D]
     shown = masking.shown(rules.masks, band, plane, r, c, first, CHECK)
     bias = scores.pairs(rules.score.bias, band, plane, r, c, CHECK)
     copies.fence()
@@ -24,7 +24,7 @@ def attend(
     if CHECK:
         s = tl.where(masking.visible(rules.masks, shown, band, kv, r, c), s, float("-inf"))
     p, decay, state = softmax.step(state, s, tl.max(s, 1), rules.score.softmax_scale)
-    v_tile = k_tile if v is None else columns.load(v, k_rows, exists, spec.DV, first)  # [keys, DV]
+    v_tile = k_tile if v is None else columns.load(v, k_rows, exists, spec.DV)  # [keys, DV]
     copies.fence_later(spec.BY_THREADS)
     p = memory.opaque(dropping.keep(rules.dropout, p, plane, r, c))
     if spec.PRECISION == "tf32":  # round to nearest: truncated weights would make every output too small

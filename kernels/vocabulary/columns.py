@@ -57,18 +57,16 @@ def part(m, n: tl.constexpr):
 
 
 @triton.jit
-def load(m, rows, exists, D: tl.constexpr, first=0, LATER: tl.constexpr = False):
-    """Load a [rows, D] tile as Columns, with the arguments of `memory.load`. A tile that TMA loads is one part."""
+def load(m, rows, exists, D: tl.constexpr, LATER: tl.constexpr = False):
+    """Load a [rows, D] tile as Columns, with the arguments of `memory.load`."""
     # With LATER, or if elements have at least 32 bits, each product loads the parts of a wide tile itself, because
     # registers and shared memory cannot hold all tiles of a step.
-    if isinstance(m.base, tl.tensor_descriptor):
-        return Columns((memory.load(m, rows, exists, D, first),), (), (), ())
-    elif D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):
+    if D > PART and (LATER or m.base.dtype.scalar.element_ty.primitive_bitwidth >= 32):
         return Columns((), m, rows, rows >= 0 if exists is None else exists)
     else:
         tiles = ()
         for n in tl.static_range(count(D)):
-            tiles += (memory.load(part(m, n), rows, exists, size(D, n), first, width(D, n)),)
+            tiles += (memory.load(part(m, n), rows, exists, size(D, n), width(D, n)),)
         return Columns(tiles, (), (), ())
 
 
@@ -78,7 +76,7 @@ def tile_of(x, n: tl.constexpr, D: tl.constexpr):
     if len(x.tiles) > 0:
         return x.tiles[n]
     else:
-        return memory.load(part(x.matrix, n), x.rows, x.exists, size(D, n), 0, width(D, n))
+        return memory.load(part(x.matrix, n), x.rows, x.exists, size(D, n), width(D, n))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles, by Views (pointer and strides) or TMA descriptors."""
+"""Loads and stores of tiles, by Views (pointer and strides). Sums may also be TMA descriptors."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,6 @@ class View(NamedTuple):
 
     base: tl.tensor
     strides: tuple
-
-
-class Described(NamedTuple):
-    """Matrix that TMA reads: one batch and head of a descriptor of (B, H, S, D), starting at `row`.
-
-    packed: as in Plane. Rows past the end are zeros. In packed sequences they are rows of the next sequence.
-    """
-
-    base: tl.tensor_descriptor
-    batch: tl.tensor
-    head: tl.tensor
-    row: tl.tensor
-    packed: tuple
 
 
 @triton.constexpr_function
@@ -73,12 +60,8 @@ def pointers(m, r, c):
 
 @triton.jit
 def _of(view, plane, first):
-    if isinstance(view, tl.tensor_descriptor):
-        batch = plane.batch if len(plane.packed) == 0 else plane.batch * 0
-        return Described(view, batch, plane.head, first, plane.packed)
-    else:
-        m = matrix(view, plane)
-        return m if len(plane.packed) == 0 else View(pointers(m, first, first * 0), m.strides)
+    m = matrix(view, plane)
+    return m if len(plane.packed) == 0 else View(pointers(m, first, first * 0), m.strides)
 
 
 @triton.jit
@@ -107,15 +90,11 @@ def table(base, plane, n, COLUMNS: tl.constexpr, BY_KEYS: tl.constexpr = False):
 
 
 @triton.jit
-def load(m, rows, exists, D: tl.constexpr, first=0, WIDTH: tl.constexpr = None):
+def load(m, rows, exists, D: tl.constexpr, WIDTH: tl.constexpr = None):
     """Load a [rows, WIDTH or width(D)] tile; 0 past column D and where `exists` is False (None if all rows exist)."""
-    # From a Described matrix, rows are loaded from `first` on. Rows that do not exist must then lie past the end.
     ALL: tl.constexpr = width(D) if WIDTH is None else WIDTH
     r, c = rows[:, None], tl.arange(0, ALL)[None, :]
-    if isinstance(m.base, tl.tensor_descriptor):
-        tile = m.base.load([m.batch, m.head, m.row + first, 0]).reshape([rows.shape[0], ALL])
-        return tile if exists is None or len(m.packed) == 0 else tl.where(exists[:, None], tile, 0.0)
-    elif exists is None and ALL == D:
+    if exists is None and ALL == D:
         return tl.load(pointers(m, r, c))
     elif exists is None:
         return tl.load(pointers(m, r, c), mask=c < D, other=0.0)

@@ -34,7 +34,7 @@ def load(m, rows, exists, rotary, position, positions, spec: tl.constexpr):
 
 @triton.jit
 def _load(m, rows, exists, rotary, position, positions, spec: tl.constexpr, n: tl.constexpr):
-    x = memory.load(columns.part(m, n), rows, exists, columns.size(spec.D, n), 0, columns.width(spec.D, n))
+    x = memory.load(columns.part(m, n), rows, exists, columns.size(spec.D, n), columns.width(spec.D, n))
     dtype: tl.constexpr = memory.wide(x.dtype)
     c = columns.indices(spec.D, n)
     if spec.INTERLEAVED:

@@ -72,5 +72,5 @@ def lost(errors, rows, n, out, DV: tl.constexpr):
     """Return the rounding error of the output tile `out`, from the View `errors`; zero past the end."""
     left: tl.constexpr = _shift(out.dtype)
     rounded = out.to(tl.float32)
-    steps = memory.load(errors, rows, rows < n, DV, 0, out.shape[1]).to(tl.int32)
+    steps = memory.load(errors, rows, rows < n, DV, out.shape[1]).to(tl.int32)
     return (rounded.to(tl.int32, bitcast=True) + (steps << left)).to(tl.float32, bitcast=True) - rounded

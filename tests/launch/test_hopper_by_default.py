@@ -15,16 +15,16 @@ from fusedattn.bench import rows
 import fusedattn as fa
 from fusedattn.call.options import Call, override
 from fusedattn.dispatch import backends
-from fusedattn.launch import run, tile_table, tuned
+from fusedattn.launch import forward, hopper, run, tile_table, tuned
 
 from .. import cases
 from ..inside import Plain, call_of, compiled
 from ..offline import absent
-from .test_tuned import FORWARD, GRID, PLACE, ROWS, chosen  # noqa: F401
+from .test_tuned import FORWARD, PLACE, ROWS, SLIM, chosen  # noqa: F401
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200.csv"
 
-hopper = pytest.importorskip("fusedattn.launch.hopper_forward", reason="needs Gluon", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(hopper.missing is not None, reason="needs Gluon")
 
 CAUSAL = dict(causal=True)
 COVERED = {
@@ -249,7 +249,7 @@ def test_what_a_file_finds_slower_or_wrong_is_left_to_calls_that_name_it(chosen,
         for repeatable, options in itertools.product((False, True), (dict(causal=True), dict(window=(4, 0)))):
             with override(deterministic=repeatable):
                 found = fa.explain(*inputs, **options)
-                assert found.backend == "hopper" and found.tiles["hopper"] == GRID and found.backward == [tuned.SLOWER]
+                assert found.backend == "hopper" and found.tiles["hopper"] == SLIM and found.backward == [tuned.SLOWER]
                 assert not {"hopper_bwd", "hopper_bwd_deterministic"} & {*found.tiles}
         wrong = [tuned.Row("hopper", *PLACE, x, why="NaN") for x in tile_table.HOPPER[128]]
         chosen([*wrong, ROWS[-1]._replace(why="NaN")])
@@ -283,6 +283,7 @@ def test_the_chosen_pipeline_is_the_fastest_that_was_measured():
         x = torch.empty(case.B, case.Hq, case.Sq, case.D, dtype=torch.bfloat16, device="meta")
         form = fa.explain(x, x, x, causal=case.causal, capability=(9, 0)).tiles["hopper"]
         blocks = -(-case.Sq // form.rows) * case.B * case.Hq
-        alone = hopper.programs(call_of(x, x, x, causal=case.causal), form, 1, tile_table.MULTIPROCESSORS) == blocks
+        call = call_of(x, x, x, causal=case.causal)
+        alone = forward.programs_on_hopper(call, form, 1, tile_table.MULTIPROCESSORS) == blocks
         name = f"{form.rows}x{form.keys}s{form.stages}{'+grid' * alone}"  # +grid: a program had one block of rows
         assert ms.get(name, ms[name.removesuffix("+grid")]) <= 1.03 * min(ms.values()), (case.name, name, ms)

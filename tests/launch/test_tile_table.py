@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn.launch import tile_table as table, tuned
 from fusedattn.launch.decode import splits
-from fusedattn.launch.hopper_forward import _fastest
+from fusedattn.launch.forward import _fastest
 
 GPUS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 OPTIONS = {"plain": {}, "masked": dict(key_mask=True), "rich": dict(softcap=2.0, bias=True)}
@@ -48,7 +48,6 @@ def test_a_pipeline_asks_for_no_more_registers_than_there_are(registers):
     for pipelines in table.HOPPER.values():
         for each in pipelines:
             launched, many, few = registers[each.warpgroups]
-            assert each.warpgroups == 2 or not each.ping_pong
             assert many * each.warpgroups + few <= launched * (each.warpgroups + 1), "it would wait for ever"
 
 

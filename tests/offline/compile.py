@@ -74,13 +74,10 @@ def faults(row, report, committed=None, other=False):
         yield f"takes {report.shared} bytes of shared memory; the last of a row must fit {SMALLEST} on small GPUs"
     if row.tile.keys is not None and row.dtype != "ieee" and not any(map(report.counts.get, PRODUCTS)):
         yield "does not use the tensor cores"
-    if not on_hopper and (report.counts["tma"] > 0) != (row.tile.bulk or row.tile.tma):
-        yield f"{'does not use' if row.tile.bulk or row.tile.tma else 'uses'} the copy engine"
-    if not on_hopper and report.loops:
-        does = {"add dq": ("UTMAREDG", row.tile.bulk), "load tiles": ("UTMALDG", row.tile.tma)}
-        for what, (instruction, wanted) in does.items():
-            if (instruction in report.copied) != wanted:
-                yield f"must {'' if wanted else 'not '}{what} by the copy engine"
+    if not on_hopper and (report.counts["tma"] > 0) != row.tile.bulk:
+        yield f"{'does not use' if row.tile.bulk else 'uses'} the copy engine"
+    if not on_hopper and report.loops and ("UTMAREDG" in report.copied) != row.tile.bulk:
+        yield f"must {'' if row.tile.bulk else 'not '}add dq by the copy engine"
     if report.serialized and row.variant not in ALL:
         yield "waits for each wgmma in turn: ptxas serialised them"
     yield from report.overtaken
@@ -128,13 +125,12 @@ def _faults_on_hopper(row, report, length):
 
 
 def _hopper_table():
-    """Yield a Row (a kernel to compile) for each Hopper pipeline, one for those that differ only in `persistent`."""
+    """Yield a Row (a kernel to compile) for each Hopper pipeline."""
     for width, pipelines in tile_table.HOPPER.items():
-        distinct = tuple(dict.fromkeys(each._replace(persistent=True) for each in pipelines))
-        first = distinct[0], (0, len(distinct))
-        for index, pipeline in enumerate(distinct):
+        first = pipelines[0], (0, len(pipelines))
+        for index, pipeline in enumerate(pipelines):
             for variant in ("full", "causal", "window") if index == 0 else ("causal",):  # one for the others
-                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(distinct)))
+                yield Row("hopper", 90, "bf16", width, variant, pipeline, (index, len(pipelines)))
         yield Row("hopper", 90, "fp16", width, "full", *first)
         for dim in {64: (32, 16), 128: (80,)}.get(width, ()):
             yield Row("hopper", 90, "bf16", dim, "full", *first)

@@ -100,9 +100,7 @@ class Row(NamedTuple):
 
     def __str__(self):
         tile = f"{self.tile.rows}{'' if self.tile.keys is None else f'x{self.tile.keys}'}"
-        words = {"ping_pong": " pp", "tma": " tma"}
         tile += f" w{self.turning} s{self.tile.stages}"
-        tile += "".join(word for name, word in words.items() if getattr(self.tile, name, False))
         return f"{self.kernel:25}sm_{self.capability:<5}{self.dtype:5} d{self.dim:<4}{self.variant:11}{tile:17}"
 
 

@@ -12,9 +12,9 @@ HEADING = """\
 `make compile ARGS=--report` writes this file. Another version of Triton gives other numbers. **Nothing here was
 measured.**
 
-- `tile`: rows x keys, warps, stages; `tma` where the copy engine loads tiles, `pp` where warpgroups take turns. Kernels
-  for Hopper have four more warps, which load tiles; with `d192` values have 128 columns. `regs`: registers of a thread
-  when it starts. `spills`: bytes that a thread stores. `shared`: bytes of a block.
+- `tile`: rows x keys, warps, stages. Kernels for Hopper have four more warps, which load tiles; with
+  `d192` values have 128 columns. `regs`: registers of a thread when it starts. `spills`: bytes that a thread stores.
+  `shared`: bytes of a block.
 - `loop`: instructions of one warp in one step of the loop over blocks that take no mask, by kind. `alu` is selections,
   conversions and whole numbers, `exp2` every function of its unit, `other` moves, shuffles and branches. A dash: no
   loop over blocks.

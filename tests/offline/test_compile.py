@@ -64,14 +64,12 @@ def test_no_step_of_several_options_reloads_a_register(kernel, dim, options, mon
 
 
 @compiled
-def test_a_tile_marked_tma_is_loaded_by_the_copy_engine():
-    row = first("forward")._replace(tile=tuned.CANDIDATES["forward", 90, 2, 64][0], place=(1, 9))
+def test_a_tile_marked_bulk_adds_dq_by_the_copy_engine():
+    row = first("one_pass")
     found = compiling.compile_row(row)
-    assert row.tile.tma and list(offline.faults(row, found)) == []
-    by_threads = row._replace(tile=row.tile._replace(tma=False))
-    assert [*offline.faults(by_threads, found)] == ["uses the copy engine", "must not load tiles by the copy engine"]
-    by_both = row._replace(tile=row.tile._replace(bulk=True))
-    assert [*offline.faults(by_both, found)] == ["must add dq by the copy engine"]
+    assert row.tile.bulk and list(offline.faults(row, found)) == []
+    by_threads = row._replace(tile=row.tile._replace(bulk=False))
+    assert [*offline.faults(by_threads, found)] == ["uses the copy engine", "must not add dq by the copy engine"]
 
 
 @pytest.mark.matrix

@@ -25,10 +25,6 @@ from .memory import sparse
 
 # LLVM moves writes behind a `wgmma.fence`, and ptxas moves them back: see `unfenced` in `tests/offline/hazards.py`.
 HARMLESS = ("unfenced",)
-# Tiles with `tma`: Triton pipelines loads of descriptors without a fence after it initialises their mbarriers. Reports
-# disagree on whether one is needed (facebookexperimental/triton#1553: no, MoonshotAI/FlashKDA#24: yes). So such a tile
-# is never the first of its row until a GPU has proved it. Kernels in Gluon have the fence.
-OF_TRITON = (*HARMLESS, "unfenced mbarrier")
 
 
 class Outcome(NamedTuple):
@@ -42,8 +38,7 @@ class Outcome(NamedTuple):
         """Return one text for each wrong result, and for each launch in which the emulator found errors."""
         found = [f"{name}: {verdict.why}" for name, verdict in self.verdicts.items() if not verdict.ok]
         for launch in self.device.launches:
-            harmless = HARMLESS if launch.kernel.src.fn.is_gluon() else OF_TRITON
-            kinds = [kind for kind in launch.report.found if kind not in harmless]
+            kinds = [kind for kind in launch.report.found if kind not in HARMLESS]
             if kinds:
                 found.append(f"{launch.name} {launch.grid}\n{launch.report}")
         return found

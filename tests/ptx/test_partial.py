@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="kernels need Triton")
 import fusedattn as fa
 from fusedattn import reference
 from fusedattn.call.options import INPUTS, Call
-from fusedattn.launch import hopper_forward
+from fusedattn.launch import forward
 from fusedattn.operators.namespace import OPERATORS
 from fusedattn.testing import compare
 from fusedattn.testing.tolerance import verdicts
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.filterwarnings("error:fusedattn takes a slower path")
 def test_parts_by_compiled_code(name, monkeypatch):
     if "splits" in name:  # otherwise so few keys would not be split
-        monkeypatch.setattr(hopper_forward, "splits", lambda *_: 3)
+        monkeypatch.setattr(forward, "splits_on_hopper", lambda *_: 3)
     backend, capability, dtype, columns, options, learned, (rows, cuts) = CASES[name]
     tensors, more = draw(dtype, 150, 200, columns, batch=1, learned=learned)
     options = options | more
