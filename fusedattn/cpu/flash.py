@@ -32,7 +32,6 @@ from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothin
 from .value_mean import INFINITE, centre, with_centre
 
 SMALL = 2.0**20  # norm of tensors whose products are far from an overflow
-LARGE = 2**17  # elements of the smallest query whose copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 LARGE_LSE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
 
@@ -310,18 +309,9 @@ def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call. save: also compute `kept` for a backward, with the same bits of `out` and `lse`."""
     everything = at_once(call, is_additive(call))
     if everything is not None and not (save and centre_of(whole(call), call.value) is not None):
-        (query, key, value), shape, less = call[:3], call.query.shape, offset(call)
-        added = mask(call, everything, less)
-        tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
-        large = not save and query.numel() > LARGE  # forward-mode AD refuses views
-        apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in tensors)
-        if apart:  # the kernel stores its output as (B, S, H, D): with each head as a batch it needs no `arrange`
-            query, key, value, *bias = (x.view(-1, 1, *x.shape[2:]) for x in tensors)
-            added = bias[0] if bias else added
+        less = offset(call)
         exact = is_few(call) if call.bias is None else is_exact(call, everything)
-        out, lse = attend(query, key, value, everything, added, call.scale, exact)
-        if apart:
-            out, lse = out.view(shape), lse.view(shape[:3])
+        out, lse = attend(*call[:3], everything, mask(call, everything, less), call.scale, exact)
         out = arrange(out, call.query)
         return Result(out, lse, out, less)
     like, call = call.query, to_wide(call)
