@@ -53,10 +53,6 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return query * factor, 2.0**exponent, factor
 
 
-def _has_zeros(x: Tensor) -> bool:
-    return int(x.count_nonzero()) < x.numel()  # x.all() would take a bool copy first
-
-
 def attend(
     query: Tensor, key: Tensor, value: Tensor, where: Rectangle, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +61,7 @@ def attend(
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=scale)
-    if added is None and key.shape[2] < VECTOR and _has_zeros(lse):
+    if added is None and key.shape[2] < VECTOR and not bool(lse.all()):
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=zeros, scale=scale)
@@ -165,18 +161,13 @@ def offset(call: Call) -> float:
     return float(round(math.log(max(1, seen)) + 0.5))  # subtracting a whole number rounds large scores least
 
 
-@functools.cache
-def _constant(number: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((1, 1, 1, 1), number, dtype=dtype, device="cpu")
-
-
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """Return the tensor to add to a rectangle's scores, from masks, bias, ALiBi and -less; None if it would be zero."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
         return None
-    terms = -less if isinstance(less, Tensor) else _constant(-less, call.query.dtype)
+    terms = -less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)
     return terms.expand(-1, -1, where.last - where.first, where.end - where.begin)
 
 
