@@ -17,7 +17,6 @@ EMPTY, FULL, SOME, CONSTANT = range(4)
 BLOCK = 64  # rows and keys of a block; 16 in Triton's interpreter
 CHUNK = 2**19  # pairs packed in one step: int64 indices of more would not fit a cache
 ALIGNED = 16  # mask_bits has a multiple of this many blocks: kernels are compiled once for all multiples
-_MIX = 0x1E3779B97F4A7C15  # odd, with irregular bits
 _GATHER = sum(1 << 56 - 7 * i for i in range(8))  # x * _GATHER has the lowest bit of byte i of x as bit 56 + i
 
 
@@ -44,17 +43,6 @@ def _counted(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     lanes = mask.view(torch.int64).sum(3)  # a byte counts up to `size` pairs
     seen = lanes.view(torch.uint8).view(batch, heads, down, across, size).sum(4)
     return mask.view(batch, heads, down, size, across, size).transpose(3, 4), seen
-
-
-def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (distinct rows of words (n, size), place of each row among them). If hashes collide, return all rows."""
-    lanes = words.view(torch.int16)  # 16 bits each: a power times one bit keeps 49 of its bits or more
-    powers = torch.full((lanes.shape[1],), _MIX, device=words.device).cumprod(0)
-    hashes, places = torch.unique((lanes * powers).sum(1), return_inverse=True)
-    every = torch.arange(len(words), device=words.device)
-    first = torch.zeros_like(hashes).scatter_reduce(0, places, every, "amin", include_self=False)
-    distinct = words[first]
-    return (distinct, places) if torch.equal(distinct[places], words) else (words, every)
 
 
 def pack(pairs: Callable[..., Tensor], shape: Sequence[int], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -87,13 +75,13 @@ def pack(pairs: Callable[..., Tensor], shape: Sequence[int], size: int, device: 
         cut, part = (seen != 0) != full, block_mask[tuple(where)]
         part.copy_(full)
         if cut.any():
-            words, places = _distinct(_words(blocks[cut]))
+            words, places = torch.unique(_words(blocks[cut]), dim=0, return_inverse=True)
             part[cut] = (places + (CONSTANT + count)).int()
             while len(found) < count + len(words):
                 found = torch.cat([found, found])
             found[count : count + len(words)] = words
             count += len(words)
-    words, places = _distinct(found[:count])
+    words, places = torch.unique(found[:count], dim=0, return_inverse=True)
     numbers = torch.cat([torch.arange(CONSTANT, device=device), places + CONSTANT])
     numbers = numbers.to(torch.int16 if len(words) + CONSTANT < 2**15 else torch.int32)
     return numbers.index_select(0, block_mask.flatten()).view_as(block_mask), _aligned(constant, words)

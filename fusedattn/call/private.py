@@ -257,9 +257,10 @@ def in_onnx_export() -> bool:
 flash_attention_for_cpu: Any = _find("_scaled_dot_product_flash_attention_for_cpu")  # 2 us faster than by torch.ops
 flash_attention_for_cpu_backward: Any = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
-# Returns the gradient of scores, from (the gradient of their softmax, the softmax, -1, its dtype).
+# Returns the gradient of scores, from (the gradient of their softmax, the softmax, -1, its dtype, grad_input=memory).
 softmax_backward: Callable[..., Tensor] = _find(
-    "_softmax_backward_data", lambda grad, weights, *_: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights)
+    "_softmax_backward_data",
+    lambda grad, weights, *_, grad_input: (grad - (grad * weights).sum(-1, keepdim=True)).mul_(weights),
 )
 
 

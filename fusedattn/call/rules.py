@@ -13,7 +13,7 @@ from .private import holds
 
 ORDER = ": tensors in the order (B, S, H, D) need .transpose(1, 2)"
 UNBOUNDED = 2**31  # sides of a window are clamped to this, above any length: larger ones overflow in kernels
-_RANKS = {name: len(letters) for name, letters in DIMS.items() if letters and name in Arguments._fields}
+_WRITTEN = [name for name, letters in DIMS.items() if letters and name in Arguments._fields]
 
 
 class Sizes(NamedTuple):
@@ -200,10 +200,7 @@ def normalise(arguments: Arguments, **more: Any) -> Call:
     if a.scale is None and isinstance(columns, Tensor):  # torch.jit traces; the power of a tensor would be float32
         columns = int(columns)
     left, right = (None, None) if a.window is None else map(checks.as_python, a.window)
-    fields: dict[str, Any] = {}
-    for name, rank in _RANKS.items():
-        x = getattr(a, name)
-        fields[name] = x if x is None or x.dim() == rank else in_full(name, x)
+    fields: dict[str, Any] = {name: in_full(name, getattr(a, name)) for name in _WRITTEN}
     # Not dict(...), which a compiler traces item by item.
     fields |= {
         "seed": seed_tensor(a.seed, a.query.device) if a.dropout_p else None,

@@ -32,7 +32,6 @@ from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothin
 from .value_mean import INFINITE, centre, with_centre
 
 SMALL = 2.0**20  # norm of tensors whose products are far from an overflow
-LARGE = 2**17  # elements of the smallest query whose copy takes longer than a few views
 VECTOR = 16  # float32 numbers in the widest vector register
 LARGE_LSE = {torch.bfloat16: 2.0**13}  # lse above which float32 is too inaccurate for merging; 16 for other dtypes
 
@@ -54,10 +53,6 @@ def by_power(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return query * factor, 2.0**exponent, factor
 
 
-def _has_zeros(x: Tensor) -> bool:
-    return int(x.count_nonzero()) < x.numel()  # x.all() would take a bool copy first
-
-
 def attend(
     query: Tensor, key: Tensor, value: Tensor, where: Rectangle, added: Tensor | None, scale: float, exact: bool
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +61,7 @@ def attend(
     if not exact:
         query, scale, _ = by_power(query, scale)
     out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=added, scale=scale)
-    if added is None and key.shape[2] < VECTOR and _has_zeros(lse):
+    if added is None and key.shape[2] < VECTOR and not bool(lse.all()):
         # The kernel may have ignored a NaN and returned an lse of 0. With an added tensor it checks every score.
         zeros = query.new_zeros((1, 1, 1, 1)).expand(*query.shape[:3], key.shape[2])
         out, lse = flash_attention_for_cpu(query, key, value, 0.0, where.causal, attn_mask=zeros, scale=scale)
@@ -166,18 +161,13 @@ def offset(call: Call) -> float:
     return float(round(math.log(max(1, seen)) + 0.5))  # subtracting a whole number rounds large scores least
 
 
-@functools.cache
-def _constant(number: float, dtype: torch.dtype) -> Tensor:
-    return torch.full((1, 1, 1, 1), number, dtype=dtype, device="cpu")
-
-
 def mask(call: Call, where: Rectangle, less: float | Tensor) -> Tensor | None:
     """Return the tensor to add to a rectangle's scores, from masks, bias, ALiBi and -less; None if it would be zero."""
     if where.masked:
         return additive(call, where, less)
     if is_nothing(less):
         return None
-    terms = -less if isinstance(less, Tensor) else _constant(-less, call.query.dtype)
+    terms = -less if isinstance(less, Tensor) else call.query.new_full((1, 1, 1, 1), -less)
     return terms.expand(-1, -1, where.last - where.first, where.end - where.begin)
 
 
@@ -310,18 +300,9 @@ def forward(call: Call, save: bool) -> Result:
     """Return the Result of a call. save: also compute `kept` for a backward, with the same bits of `out` and `lse`."""
     everything = at_once(call, is_additive(call))
     if everything is not None and not (save and centre_of(whole(call), call.value) is not None):
-        (query, key, value), shape, less = call[:3], call.query.shape, offset(call)
-        added = mask(call, everything, less)
-        tensors = call[:3] if call.bias is None else (*call[:3], call.bias)
-        large = not save and query.numel() > LARGE  # forward-mode AD refuses views
-        apart = large and all(x.is_contiguous() and x.shape[:2] == shape[:2] for x in tensors)
-        if apart:  # the kernel stores its output as (B, S, H, D): with each head as a batch it needs no `arrange`
-            query, key, value, *bias = (x.view(-1, 1, *x.shape[2:]) for x in tensors)
-            added = bias[0] if bias else added
+        less = offset(call)
         exact = is_few(call) if call.bias is None else is_exact(call, everything)
-        out, lse = attend(query, key, value, everything, added, call.scale, exact)
-        if apart:
-            out, lse = out.view(shape), lse.view(shape[:3])
+        out, lse = attend(*call[:3], everything, mask(call, everything, less), call.scale, exact)
         out = arrange(out, call.query)
         return Result(out, lse, out, less)
     like, call = call.query, to_wide(call)

@@ -1,6 +1,6 @@
 """Computes the backward of a Call by PyTorch's fused CPU kernel, one rectangle of scores at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call.layout import arrange
-from ..call.options import Call, sliced
+from ..call.options import Call
 from ..call.private import flash_attention_for_cpu_backward
 from ..naive import pairs
 from ..naive.blocks import Block, spans
@@ -18,8 +18,6 @@ from .small_k import by_weights, is_few, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, is_short, parts
 from .value_mean import INFINITE
 
-Heads = tuple[slice, slice]  # slices of batches and of query heads
-SCORES_AT_ONCE = 2**21  # bytes of scores that fit a cache: limits the heads that the formula computes at a time
 SCORES = 2**25  # bytes of scores that the formula computes at a time for the gradient of a bias
 
 
@@ -122,7 +120,7 @@ def _backward(part: Part, less: float, rows: Incoming, of_bias: Tensor | None) -
 def from_weights(
     call: Call, weights: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, grad_weights: Tensor,
     of_bias: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+) -> Sequence[Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, computed from all attention weights and their gradient."""
     empty = lse == -INFINITE  # rows that see nothing or that query_mask hides: their incoming gradients may be NaN
     if bool(empty.any()):
@@ -132,33 +130,7 @@ def from_weights(
         grad_weights = grad_weights.masked_fill(flash.hidden_by(call.key_mask).mT, 0.0)
     tensors = flash.inputs_of(flash.whole(call), None, grad_out)
 
-    def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
-        bias = sliced("bias", of_bias, B=of_rows[0], H=of_rows[1])
-        lse = None if grad_lse is None else grad_lse[of_rows]
-        return by_weights(weights[of_rows], call.scale, some, grad_out[of_rows], None, bias, lse, grad_weights[of_rows])
-
-    return _by_heads(tensors, of_heads)
-
-
-def _by_heads(
-    tensors: Sequence[Tensor], of_heads: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]
-) -> list[Tensor]:
-    """Return the gradients of query, key and value, computed by `of_heads` for a few batches and heads at a time."""
-    query, key, _ = tensors
-    (batch, heads, keys, _), group, rows = key.shape, query.shape[1] // key.shape[1], query.shape[2]
-    count = max(1, SCORES_AT_ONCE // max(1, group * rows * keys * query.element_size()))  # key heads at a time
-    if count >= batch * heads:
-        return list(of_heads((slice(None), slice(None)), tensors))
-    grads = [torch.empty_like(x) for x in tensors]
-    for first, last in spans(batch, count // heads):
-        for begin, end in spans(heads, count):
-            of_keys = slice(first, last), slice(begin, end)
-            of_rows = slice(first, last), slice(begin * group, end * group)
-            places = of_rows, of_keys, of_keys
-            found = of_heads(of_rows, [x[place] for x, place in zip(tensors, places, strict=True)])
-            for grad, place, x in zip(grads, places, found, strict=True):
-                grad[place] = x
-    return grads
+    return by_weights(weights, call.scale, tensors, grad_out, None, of_bias, grad_lse, grad_weights)
 
 
 def _of_sinks(call: Call, less: float, rows: Incoming, out: Tensor) -> Tensor:
@@ -182,15 +154,10 @@ def backward(
         and grad_out is not None
         and (kept is out or flash.centre_of(flash.whole(call), call.value) is None)
     ):
-        incoming, less = grad_out, flash.offset(call)
         if is_few(call):
-
-            def of_heads(of_rows: Heads, some: Sequence[Tensor]) -> Sequence[Tensor]:
-                return _by_formula(call, everything, less, some, incoming[of_rows], None, None, None)
-
-            return _by_heads(call[:3], of_heads), None
-        incoming = flash.in_columns(incoming, call.value.shape[3])
-        return _by_kernel(call, everything, less, incoming, *call[:3], out, lse), None
+            return _by_formula(call, everything, 0.0, call[:3], grad_out, None, None, None), None
+        grad_out = flash.in_columns(grad_out, call.value.shape[3])
+        return _by_kernel(call, everything, flash.offset(call), grad_out, *call[:3], out, lse), None
     inputs, call = call[:3], flash.to_wide(call)
     grad_out = None if grad_out is None else grad_out.to(kept.dtype)
     empty = lse == -INFINITE  # all weights are 0, so there is no gradient

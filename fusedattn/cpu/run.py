@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..call.options import INPUTS, Call, thread_overrides
 from ..call.private import flash_attention_for_cpu, flash_attention_for_cpu_backward
@@ -67,33 +66,26 @@ def lacks_gradients(call: Call, grad_weights: Tensor | None, need: Sequence[bool
 
 
 def stats_columns(dtype: torch.dtype, width: int) -> int:
-    """Return how many float32 numbers a row saves for the backward: lse, and for 16-bit dtypes a more exact output."""
-    return 1 + (width if is_widened(dtype) else -(-width // 2) if dtype == torch.bfloat16 else 0)
+    """Return how many float32 numbers a row saves for the backward: lse, and for 16-bit dtypes `kept` of a Result."""
+    return 1 + (width if dtype.itemsize == 2 else 0)
 
 
 def _stats(result: flash.Result) -> Tensor:
     """Return the stats that a plain call saves: the lse, and `kept` if it differs from the output."""
-    lse, kept = result.lse[..., None], result.kept
-    if kept is result.out or result.out.dtype.itemsize != 2:
-        return lse
-    return torch.cat([lse, kept], -1) if is_widened(result.out.dtype) else _packed(lse, kept)
-
-
-def _packed(lse: Tensor, kept: Tensor) -> Tensor:
-    kept = pad(kept, (0, 1)) if kept.shape[-1] % 2 else kept
-    return torch.cat([lse.view(kept.dtype), kept.contiguous()], -1).view(lse.dtype)  # two bfloat16 in one float32
+    lse, same = result.lse[..., None], result.kept is result.out
+    return lse if same or result.out.dtype.itemsize != 2 else torch.cat([lse, result.kept.to(lse.dtype)], -1)
 
 
 def with_all_columns(stats: Tensor, out: Tensor) -> Tensor:
     """Return saved stats with `stats_columns` columns, as operators take them; `out` is added if only lse was saved."""
-    return _packed(stats, out.detach()) if out.dtype.itemsize == 2 and stats.shape[-1] == 1 else stats
+    only_lse = out.dtype.itemsize == 2 and stats.shape[-1] == 1
+    return torch.cat([stats, out.detach().to(stats.dtype)], -1) if only_lse else stats
 
 
 def _kept(out: Tensor, stats: Tensor) -> Tensor:
     if out.dtype.itemsize != 2 or stats.shape[-1] == 1:
         return out
-    kept = stats.contiguous()[..., 1:]  # saved-tensor hooks may have changed its strides
-    return kept if is_widened(out.dtype) else kept.view(torch.bfloat16)[..., : out.shape[-1]]
+    return stats[..., 1:] if is_widened(out.dtype) else stats[..., 1:].to(out.dtype)
 
 
 @without_autocast

@@ -82,11 +82,13 @@ def by_weights(
     rows, weights, grad_out = (grouped(x, heads) for x in (query, weights, grad_out))
     keys = key.flatten(0, 1)
     of_value = over_rows(weights, grad_out).view_as(value)
-    of_scores = torch.bmm(grad_out, value.flatten(0, 1).mT)
-    if grad_weights is not None:
-        of_scores.view(size).add_(grad_weights)
+    values = value.flatten(0, 1).mT
+    if grad_weights is None:
+        of_scores = torch.bmm(grad_out, values)
+    else:
+        of_scores = torch.baddbmm(grouped(grad_weights, heads), grad_out, values)
     if out is None:  # softmax_backward rounds so that the gradients of a row's scores add up to 0
-        of_scores = softmax_backward(of_scores, weights, -1, weights.dtype)
+        of_scores = softmax_backward(of_scores, weights, -1, weights.dtype, grad_input=of_scores)
         if grad_lse is not None:
             of_scores.addcmul_(weights, grouped(grad_lse[..., None], heads))
     else:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from ..call.layout import narrow
 from ..call.options import Call, diagonal, sliced, wide_dtype
 from ..call.private import multiplies_bfloat16
 from ..naive import pairs
@@ -252,27 +252,15 @@ def _steps(call, first, last, begin, end, low, high, dense) -> Iterator[Rectangl
 
 def _seen(call: Call, of: Block, most: int) -> list[Block]:
     """Split rows into Blocks of at most `most` rows, each with the range of keys that the mask leaves visible to it."""
-    height, rows, keys = min(MASK_ROWS, most), of.last - of.first, of.end - of.begin
-    count = -(-rows // height)
-    if call.mask is None:
-        firsts = range(of.first, of.last, height)
-        some = (pairs.of_mask(call, Block(row, min(row + height, of.last), of.begin, of.end)) for row in firsts)
-        seen = torch.stack([x.amax((0, 1, 2)) for x in some if x is not None])
-    else:
-        seen = pairs.cut(call.mask, of).view(torch.uint8).expand(-1, -1, -1, keys)
-        for dim in (0, 1):
-            if seen.stride(dim) == 0:  # broadcast over batches or heads
-                seen = seen.narrow(dim, 0, 1)
-        if seen.shape[2] > 1:
-            seen = pad(seen, (0, 0, 0, count * height - rows)).unflatten(2, (count, height)).amax(3)
-        seen = seen.amax((0, 1))
+    height, keys = min(MASK_ROWS, most), of.end - of.begin
+    rows = [(row, min(row + height, of.last)) for row in range(of.first, of.last, height)]
+    masks = [pairs.of_mask(call, Block(*each, of.begin, of.end)) for each in rows]
+    seen = [narrow(x).view(torch.uint8).amax(2).amax((0, 1)).expand(keys) for x in masks if x is not None]
     blocks: list[Block] = []
-    for number, (left, right) in enumerate(_ranges(seen, count, keys)):
+    for (first, last), (left, right) in zip(rows, _ranges(torch.stack(seen), len(rows), keys), strict=True):
         if left < right:
             right = min(keys, max(right, left + FEWEST))
             left = max(0, min(left, right - FEWEST))
-        first = of.first + number * height
-        last = min(first + height, of.last)
         if blocks and blocks[-1][2:] == (of.begin + left, of.begin + right) and last - blocks[-1].first <= most:
             first = blocks.pop().first  # join the two, which see the same keys
         blocks.append(Block(first, last, of.begin + left, of.begin + right))

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..naive.formula import grouped, repeated
 
 INFINITE = float("inf")
-SAMPLE = 64  # keys read for a first guess whether the mean is small
 OFF_CENTRE = 0.5  # values are centred if mean / root mean square exceeds this
 
 
@@ -22,20 +21,13 @@ def centre(value: Tensor, mask: Tensor | None = None) -> Tensor | None:
     mask: the key_mask, (1 or B, keys); values that it hides must be 0.
     """
     # A head's mean depends on its values alone: under vmap, forward and backward may get different batches.
-    # A sample may show that the mean is small. Use few operators here: each takes 20 microseconds.
-    some = value if mask is not None or value.shape[2] <= 4 * SAMPLE else value[:, :, :SAMPLE]
-    count: Any = some.shape[2] if mask is None else mask.sum(1, keepdim=True).clamp_min(1)
-    sums, share = some.sum(2, keepdim=True), OFF_CENTRE * (count / max(1, value.shape[3])) ** 0.5
-    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(some, dim=3), dim=2)  # both at once may be slow
-    most = torch.linalg.vector_norm(sums, INFINITE, (2, 3))
-    if bool((most <= share * norm).all()):
-        return None
-    count = value.shape[2] if mask is None else count[..., None, None]
+    count: Any = value.shape[2] if mask is None else mask.sum(1).clamp_min(1)[:, None, None, None]
     mean = value.sum(2, keepdim=True, dtype=torch.float32) / count
-    size = (value.float().square_().sum(2, keepdim=True) / count).sqrt()  # vector_norm takes up to 12 times as long
+    square = value.float().square_().sum(2, keepdim=True) / count  # vector_norm takes up to 12 times as long
     # Do not subtract a mean that a few large values dominate: it would round all other values like the large ones.
-    common = (most > share * norm)[..., None, None] & (mean.abs() > OFF_CENTRE * size) & mean.isfinite()
-    return mean.to(value.dtype).masked_fill_(~common, 0.0)
+    large = (mean.abs() > OFF_CENTRE * square.sqrt()) & mean.isfinite()
+    large &= mean.abs().amax(3, True) > OFF_CENTRE * square.mean(3, True).sqrt()  # of the whole head
+    return mean.to(value.dtype).masked_fill_(~large, 0.0) if bool(large.any()) else None
 
 
 def with_centre(out: Tensor, kept: Tensor, lse: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ BUDGET = 2**28
 # Bytes of scores of a recomputed block. Tensors below 32 MiB fragment glibc's memory: with 12288 rows of 1 head, the
 # peak was 1305 MiB with blocks of 4 MiB. Blocks of this size need 388 MiB, and a fifth less time.
 RECOMPUTED = 2**26
-SMALL = 2**12  # a call with at most this many scores, visible or not, is one block
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
@@ -175,8 +174,6 @@ def _is_one(call: Call) -> bool:
     """Return whether computing the whole call as one block is about as fast as computing several blocks."""
     (batch, heads, rows, _), keys = call.query.shape, call.key.shape[2]
     scores = batch * heads * rows * keys
-    if scores <= SMALL and call.query.device.type == "cpu":
-        return True
     if scores * wide_dtype(call.query.dtype).itemsize > most(call):
         return False
     # Few rows see nearly the same keys, so cutting them skips little.
