@@ -165,8 +165,8 @@ class Transfer(NamedTuple):
     """A transfer between ranks that has begun. peer: the rank to name in an error."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[Any, ...]
-    peer: int | None
+    works: Sequence[Any]
+    peer: int
 
     def wait(self) -> tuple[Tensor, ...]:
         try:
@@ -177,20 +177,18 @@ class Transfer(NamedTuple):
         return self.tensors
 
 
-def exchange(
-    ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
-) -> Transfer:
+def exchange(ranks: Ranks, sent: Iterable[Tensor], to: int, received: Iterable[Tensor], of: int) -> Transfer:
     """Start to send the tensors `sent` to rank `to`, and to receive into the tensors `received` from rank `of`."""
-    # If a rank is None, its half is skipped. The tensors are contiguous, and must not change before `wait` returns.
+    # The tensors are contiguous, and must not change before `wait` returns.
     received = tuple(received)
     operations = [
         dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer)
         for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv))
         for x in tensors
-        if peer is not None and x.numel()
+        if x.numel()
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(received, tuple(works), to if of is None else of)
+    return Transfer(received, works, of if received else to)
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
