@@ -40,13 +40,8 @@ def _check_inputs(layer: nn.MultiheadAttention, batch_dim: int, query: Tensor, k
     same = query is key and key is value and layer.kdim == layer.vdim == layer.embed_dim
     for name, x in (("query", query), ("key", key), ("value", value))[: 1 if same else 3]:
         if isinstance(x, Tensor) and x.is_nested:
-            got = f"a nested tensor of {x.layout}"
-            fail(
-                TypeError,
-                name,
-                "a dense tensor, or a strided nested tensor as all three, batch_first and unmasked",
-                got,
-            )
+            expected = "a dense tensor, or a strided nested tensor as all three, batch_first and unmasked"
+            fail(TypeError, name, expected, f"a nested tensor of {x.layout}")
     check_place("query", query)
     if query.dim() not in (2, 3):
         fail(ValueError, "query", "rank 2 or 3", query.shape)

@@ -126,36 +126,27 @@ def _exchange_statements(ranks: Ranks, statement: dict[str, Any], arguments: Ite
 def _fill(table: Tensor, ranks: Ranks, function: str) -> None:
     """Receive each rank's statement (JSON) into its row of `table`; at first every row holds this rank's."""
     limit, key = group_timeout(ranks.group), f"fusedattn, lost of {dist.get_process_group_ranks(ranks.group)}"
-
-    def missing(rank: int) -> RuntimeError:
-        late = f"did not call it within {limit.total_seconds():g} s"
-        return RuntimeError(f"{function}: rank {rank} of the group has ended, or {late}: see what that rank printed")
-
-    def begin(operation: Any, tensors: dict[int, Tensor]) -> list[Any]:
-        """Begin all transfers at once. One by one, NCCL would open a connection for each."""
-        operations = [dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in tensors.items()]
-        return dist.batch_isend_irecv(operations)
-
-    if ranks.rank == 0:
-        others = range(1, ranks.size)
-        received, sent = {r: table[r] for r in others}, dict.fromkeys(others, table)
-        for operation, tensors in ((dist.irecv, received), (dist.isend, sent)):
-            for r, work in zip(others, begin(operation, tensors), strict=False):  # NCCL returns one work for all
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    # Gloo closes all connections at a timeout, so the others read from the store which rank is lost.
-                    write_store(key, str(r))
-                    raise missing(r) from error
-        return
+    peers, steps, patience = [*range(1, ranks.size)], [dist.irecv, dist.isend], []
+    if ranks.rank != 0:  # wait twice as long to receive: rank 0 may itself wait for another rank until the limit
+        peers, steps, patience = [0], [dist.isend, dist.irecv], [2 * limit]
+    lost = peers[0]
     try:
-        for operation, x, least in ((dist.isend, table[0].clone(), limit), (dist.irecv, table, 2 * limit)):
-            # Wait twice as long to receive: rank 0 may itself wait for another rank until the limit.
-            for work in begin(operation, {0: x}):
-                work.wait(least)
+        for operation, tensors in zip(steps, ([table[r] for r in peers], [table] * len(peers)), strict=True):
+            # Begin all transfers at once. One by one, NCCL would open a connection for each.
+            pairs = zip(peers, tensors, strict=True)
+            operations = [dist.P2POp(operation, x, group=ranks.group, group_peer=r) for r, x in pairs]
+            for r, work in zip(peers, dist.batch_isend_irecv(operations), strict=False):  # NCCL returns one for all
+                lost = r
+                work.wait(*patience)
     except RuntimeError as error:
-        lost = read_store(key, PATIENCE)
-        raise missing(0 if lost is None else int(lost)) from error
+        # Gloo closes all connections at a timeout, so the others read from the store which rank is lost.
+        if ranks.rank == 0:
+            write_store(key, str(lost))
+        else:
+            lost = int(read_store(key, PATIENCE) or 0)
+        late = f"did not call it within {limit.total_seconds():g} s"
+        text = f"{function}: rank {lost} of the group has ended, or {late}: see what that rank printed"
+        raise RuntimeError(text) from error
 
 
 def refuse_batched(*incoming: Tensor | None) -> None:
@@ -174,8 +165,8 @@ class Transfer(NamedTuple):
     """A transfer between ranks that has begun. peer: the rank to name in an error."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[Any, ...]
-    peer: int | None
+    works: Sequence[Any]
+    peer: int
 
     def wait(self) -> tuple[Tensor, ...]:
         try:
@@ -186,20 +177,18 @@ class Transfer(NamedTuple):
         return self.tensors
 
 
-def exchange(
-    ranks: Ranks, sent: Iterable[Tensor], to: int | None, received: Iterable[Tensor], of: int | None
-) -> Transfer:
+def exchange(ranks: Ranks, sent: Iterable[Tensor], to: int, received: Iterable[Tensor], of: int) -> Transfer:
     """Start to send the tensors `sent` to rank `to`, and to receive into the tensors `received` from rank `of`."""
-    # If a rank is None, its half is skipped. The tensors are contiguous, and must not change before `wait` returns.
+    # The tensors are contiguous, and must not change before `wait` returns.
     received = tuple(received)
     operations = [
         dist.P2POp(operation, as_bytes(x), group=ranks.group, group_peer=peer)
         for tensors, peer, operation in ((sent, to, dist.isend), (received, of, dist.irecv))
         for x in tensors
-        if peer is not None and x.numel()
+        if x.numel()
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(received, tuple(works), to if of is None else of)
+    return Transfer(received, works, of if received else to)
 
 
 def all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:

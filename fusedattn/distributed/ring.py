@@ -75,12 +75,11 @@ def _receive(whole: GlobalCall, compute: Compute) -> dict[str, Tensor]:
         """Start to send own keys, values and key mask `step` ranks ahead, and receive those `step` behind, if seen."""
         to, owner = (rank + step) % size, (rank - step) % size
         buffers, rows = [], rows_of(whole.keys[owner])
-        if owner_seen := whole.rank_sees(rank, owner):
+        if whole.rank_sees(rank, owner):
             for name, x in zip(names, own, strict=True):
                 axis = DIMS[name].index("K")
                 buffers.append(x.new_empty((*x.shape[:axis], rows, *x.shape[axis + 1 :])))
-        receiver = to if whole.rank_sees(to, rank) else None
-        return ranks_of.exchange(whole.ranks, own, receiver, buffers, owner if owner_seen else None)
+        return ranks_of.exchange(whole.ranks, own if whole.rank_sees(to, rank) else (), to, buffers, owner)
 
     def add(transfer: Transfer | None) -> None:
         for total, grad in zip(totals.values(), () if transfer is None else transfer.wait(), strict=False):
@@ -97,8 +96,7 @@ def _receive(whole: GlobalCall, compute: Compute) -> dict[str, Tensor]:
         elif grads or totals:  # the rank ahead has computed gradients of this rank's keys
             add(incoming)
             buffers = [torch.empty_like(x) for x in totals.values()] if whole.rank_sees(ahead, rank) else []
-            receiver, sender = owner if grads else None, ahead if buffers else None
-            incoming = ranks_of.exchange(whole.ranks, grads.values(), receiver, buffers, sender)
+            incoming = ranks_of.exchange(whole.ranks, grads.values(), owner, buffers, ahead)
         if transfer is not None:
             tensors = transfer.wait()
     add(incoming)
