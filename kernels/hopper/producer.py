@@ -1,56 +1,33 @@
 """The copying warp of the forward: it loads tiles by TMA, and writes notes for the multiplying warps."""
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..vocabulary import masks as masking, pages as paging, span, walk
-from . import notes as noting, ring, schedule
+from ..vocabulary import masks as masking, pages as paging, span
+from . import notes as noting, ring, schedule, visits
 from .work import block_of_rows, extent, split
-
-
-class Steps(NamedTuple):
-    """Blocks of keys that a block of rows visits, in `count` steps; the first is at block `start`.
-
-    Without tile lists the blocks are start, start - 1 and so on. With tile lists the first `masked` steps need a mask.
-    The entry of step i is at lists[0] + i if i < masked, otherwise at lists[1] + i.
-    """
-
-    count: gl.tensor
-    start: gl.tensor
-    masked: gl.tensor
-    lists: tuple
 
 
 @gluon.jit
 def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Return (block of keys of a block of rows' first step, number of its steps, Lists of its tiles).
+
+    Without tile lists the Lists are (), and the blocks go down from the first.
+    """
     if work.tile_lists is None:
         last, count = extent(band, first, plane, results, ROWS, BLOCK_N)
-        return Steps(count, last, (), ())
+        return last, count, ()
     else:
         head = plane if results.partials is None else span.kv_head(plane, results.splits)
-        masked_list = walk.tile_list(work.tile_lists, head, first // ROWS, 0)
-        full_list = walk.tile_list(work.tile_lists, head, first // ROWS, 1)
-        masked = walk.extent((), masked_list, 0)[1]
-        begin, end = 0, masked + walk.extent((), full_list, 1)[1]
+        lists = visits.lists_of(work.tile_lists, head, first // ROWS)
+        begin, end = 0, lists.count
         if results.partials is not None:
             begin, end = split(begin, end, plane, results)
-        masked -= begin
-        lists = masked_list + begin, full_list - masked
-        start = gl.load(gl.where(masked > 0, lists[0], lists[1])).to(gl.int32)
-        start = gl.where(begin < end, start, gl.cdiv(band.keys, BLOCK_N))  # the block past the last key
-        return Steps(gl.maximum(end - begin, 1), start, gl.where(begin < end, masked, 1), lists)
-
-
-@gluon.jit
-def _following(steps, i):
-    """Load the block of step i from tile lists, one step ahead; return () without them."""
-    if len(steps.lists) == 0:
-        return ()
-    else:
-        entry = gl.where(i < steps.masked, steps.lists[0], steps.lists[1]) + i
-        return gl.load(entry, mask=i < steps.count, other=0).to(gl.int32)
+        some, masked = begin < end, lists.masked - begin
+        start = gl.load(gl.where(masked > 0, lists.partial, lists.full) + begin).to(gl.int32)
+        start = gl.where(some, start, gl.cdiv(band.keys, BLOCK_N))  # the block past the last key
+        count, masked = gl.maximum(end - begin, 1), gl.where(some, masked, 1)
+        return start, count, visits.Lists(count, masked, lists.partial + begin, lists.full + begin)
 
 
 @gluon.jit
@@ -77,20 +54,20 @@ def _keys(caches, kv, band, block, page, PAGE: gl.constexpr, BLOCK_N: gl.constex
 
 
 @gluon.jit
-def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, block, first, GROUPS: gl.constexpr):
+def _begin(shared, step, K, Words, masks, keys, row, plane, band, lists, i, block, first, GROUPS: gl.constexpr):
     """Write the note of a step (block, masked or not, step count); load its keys and the mask words that it needs."""
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     TILES: gl.constexpr = shared.q.tiles.shape[0] // shared.q.ready.shape[0] if shared.v.tiles.shape[0] == 1 else 1
     ACROSS: gl.constexpr = BLOCK_N // masking.BLOCK
-    masked, numbers = i < steps.masked if shared.notes is not None else (), ()
+    masked, numbers = i < lists.masked if shared.notes is not None else (), ()
     if shared.words is not None:  # load their numbers before the wait for a free tile
         for n in gl.static_range(GROUPS * ACROSS):
             key = gl.where(masked, block * BLOCK_N + n % ACROSS * masking.BLOCK, band.keys)
             numbers += (masking.number(masks.bits, plane, first + n // ACROSS * ROWS, key, band),)
     if shared.notes is not None:
         ring.claim(shared.k, step * TILES)
-        noting.write(shared.notes, step, block, masked, steps.count)
+        noting.write(shared.notes, step, block, masked, lists.count)
         if masks.keys is not None:
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
@@ -104,10 +81,10 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, steps, i, bloc
 
 
 @gluon.jit
-def _pass_on(shared, step, steps, i):
+def _pass_on(shared, step, lists, i):
     """Pass the values of step i on to the multiplying warps, with hidden values set to 0."""
     if shared.landed is not None:
-        ring.pass_on(shared.landed, shared.v, step, i < steps.masked, noting.real_keys(shared.notes, step))
+        ring.pass_on(shared.landed, shared.v, step, i < lists.masked, noting.real_keys(shared.notes, step))
 
 
 @gluon.jit
@@ -136,8 +113,8 @@ def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constex
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
         first, plane, band, part = block_of_rows(work, n, results, GROUPS * ROWS, WIDTH, spec)
         column = 0 if ACROSS == 1 else part * WIDTH
-        steps = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
-        block, following = steps.start, _following(steps, 1)
+        start, count, lists = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        block, ahead = start, visits.entry(lists, 1)
         if results.partials is not None:  # a plane is one split of a head
             plane = span.kv_head(plane, results.splits)
         kv = span.kv_head(plane, spec.GROUP)
@@ -145,32 +122,32 @@ def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constex
         keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
         page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
         # Load k first: its tile is free before the tile of q.
-        _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, 0, block, first, GROUPS)
+        _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, lists, 0, block, first, GROUPS)
         for g in gl.static_range(GROUPS):
             ring.fill(shared.q, n * GROUPS + g, Q, ring.of_rows(plane, band), first + g * ROWS)
         _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
         if not K_FIRST:
             ring.fill(v, step, V, keys, row, column)
         step += 1
-        for i in range(1, steps.count):
+        for i in range(1, count):
             if K_FIRST:
                 before = keys, row
                 if i > 1:
-                    _pass_on(shared, step - 2, steps, i - 2)
-            block = steps.start - i if len(steps.lists) == 0 else following
-            following = _following(steps, i + 1)
+                    _pass_on(shared, step - 2, lists, i - 2)
+            block = start - i if len(lists) == 0 else ahead.to(gl.int32)
+            ahead = visits.entry(lists, i + 1)
             keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)
             page = _page(work, K, kv, block - 1, PAGE, BLOCK_N)
-            _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, steps, i, block, first, GROUPS)
+            _begin(shared, step, K, Words, rules.masks, keys, row, plane, band, lists, i, block, first, GROUPS)
             _fill_bias(shared, step, Bias, plane, first, block, GROUPS)
             if K_FIRST:
                 ring.fill(v, step - 1, V, before[0], before[1], column)
             else:
-                _pass_on(shared, step - 1, steps, i - 1)
+                _pass_on(shared, step - 1, lists, i - 1)
                 ring.fill(v, step, V, keys, row, column)
             step += 1
         if K_FIRST:
-            if steps.count > 1:
-                _pass_on(shared, step - 2, steps, steps.count - 2)
+            if count > 1:
+                _pass_on(shared, step - 2, lists, count - 2)
             ring.fill(v, step - 1, V, keys, row, column)
-        _pass_on(shared, step - 1, steps, steps.count - 1)
+        _pass_on(shared, step - 1, lists, count - 1)

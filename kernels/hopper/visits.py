@@ -24,7 +24,7 @@ class Form(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Tiles that a program visits for its block, from the tile lists: for keys, row blocks of each query head.
+    """Tiles that a program visits for its block, from the tile lists: blocks of keys, or row blocks of each query head.
 
     The first `masked` of `count` entries need a mask. Entry i is at partial + i if i < masked, otherwise at full + i.
     """
