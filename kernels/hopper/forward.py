@@ -333,24 +333,13 @@ def forward(
     fence_async_shared()
     shared = Shared(q, k, v, landed, notes, words, bias, out)
     results = Results(Out, stored.Wide, stored.partials, stored.Lse, stored.Stats, splits)
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, results, work, rules, spec, SHARE)),
-                (_consume, (1, shared, results, work, rules, spec, SHARE)),
-                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
-            ],
-            [WARPS, 1],
-            [spec.REGISTERS[0], spec.REGISTERS[1]],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, results, work, rules, spec, SHARE)),
-                (_consume, (1, shared, results, work, rules, spec, SHARE)),
-                (_consume, (2, shared, results, work, rules, spec, SHARE)),
-                (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec)),
-            ],
-            [WARPS, WARPS, 1],
-            [spec.REGISTERS[0], spec.REGISTERS[0], spec.REGISTERS[1]],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (g, shared, results, work, rules, spec, SHARE))
+            if g < GROUPS
+            else (produce, (shared, results, Q, K, V, Bias, Words, work, rules, spec))
+            for g in ((0, 1, 2) if GROUPS == 2 else (0, 1, 2, 3))
+        ],
+        [WARPS] * (GROUPS - 1) + [1],
+        [spec.REGISTERS[0]] * (GROUPS - 1) + [spec.REGISTERS[1]],
+    )
