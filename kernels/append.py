@@ -27,5 +27,5 @@ def append(
     keys = paging.matrix(cache.K, plane, page[:, None], pages)
     for n in tl.static_range(columns.count(spec.D)):
         tile = columns.tile_of(k, n, spec.D)
-        memory.store_rows(columns.part(keys, n), lines, exists, tile, columns.size(spec.D, n))
-    memory.store_rows(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)
+        memory.store(columns.part(keys, n), lines, exists, tile, columns.size(spec.D, n))
+    memory.store(paging.matrix(cache.V, plane, page[:, None], pages), lines, exists, v, spec.DV)

@@ -36,4 +36,4 @@ def combine(
         stats = saved_stats.table(Stats, plane, rows, dtype, DV)
         saved_stats.store(stats, one, rows, state.row_max, log2_sum)
         saved_stats.store_tail(stats, one, rows, out, tl.arange(0, memory.width(DV))[None, :], DV, dtype)
-    memory.store(memory.matrix(Out, plane), one, rows, out, DV)
+    memory.store(memory.matrix(Out, plane), one, one < rows, out, DV)

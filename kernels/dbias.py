@@ -25,9 +25,9 @@ def dbias(
     r, c = rows[:, None], cols[None, :]
     grad = tl.zeros([BLOCK_M, BLOCK_N], memory.wide(Q.base.dtype.element_ty))
     together = heads // bias_heads
-    visible, seq_rows, seq_keys = tile >= 0, q_len, k_len
-    band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
+    visible = tile >= 0
     if extents is None:
+        band = span.band(q_len, k_len, left, right, spec.TOP_LEFT)
         begin, full, full_end, end = span.blocks(band, block * BLOCK_M, BLOCK_M, BLOCK_N)
         visible = (tile >= begin) & (tile < end)
     visible, every = walk.covered(
@@ -36,9 +36,8 @@ def dbias(
     for n in tl.range(0, tl.where(visible, batches * together, 0)):
         batch, head = bias_plane.batch * batches + n // together, bias_plane.head + n % together
         plane = span.Plane(batch, head, batch * heads + head, ())
-        if extents is not None:
-            plane, seq_rows, seq_keys = span.within(extents, plane, q_len, k_len, ())
-            band = span.band(seq_rows, seq_keys, left, right, spec.TOP_LEFT)
+        plane, seq_rows, seq_keys = span.within(extents, plane, q_len, k_len, ())
+        band = span.band(seq_rows, seq_keys, left, right, spec.TOP_LEFT)
         kv = span.kv_head(plane, spec.GROUP)
         real_rows = masking.real_rows(rules.masks, plane, rows, seq_rows)
         real_keys = masking.real_keys(rules.masks, plane, cols, seq_keys)

@@ -48,7 +48,8 @@ class Shown(NamedTuple):
 
 @triton.jit
 def _copy(To, From, plane, rows, exists, n, D: tl.constexpr):
-    memory.store(memory.matrix(To, plane), rows, n, memory.load(memory.matrix(From, plane), rows, exists, D), D)
+    tile = memory.load(memory.matrix(From, plane), rows, exists, D)
+    memory.store(memory.matrix(To, plane), rows, rows < n, tile, D)
 
 
 @triton.jit(do_not_specialize=["heads", "k_len"])
@@ -82,11 +83,11 @@ def preprocess(
     if GradQ is not None:
         if UNIT is None:
             zeros = tl.zeros([BLOCK_M, memory.width(spec.D)], GradQ.base.dtype.element_ty)
-            memory.store(memory.matrix(GradQ, plane), rows, q_len, zeros, spec.D)
+            memory.store(memory.matrix(GradQ, plane), rows, rows < q_len, zeros, spec.D)
         else:
             tl.static_assert(BLOCK_M % UNIT == 0)
             zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-            memory.store(memory.matrix(GradQ, plane), rows, tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
+            memory.store(memory.matrix(GradQ, plane), rows, rows < tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
     if Turns is not None:
         counters, none = memory.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
         memory.store_column(counters, rows, q_len, 0, none)
@@ -179,7 +180,7 @@ def postprocess(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if UNIT is None:
         total = memory.load(memory.matrix(Sums, plane), rows, rows < q_len, D)
-        memory.store(memory.matrix(GradQ, plane), rows, q_len, scores.grad(score, total), D)
+        memory.store(memory.matrix(GradQ, plane), rows, rows < q_len, scores.grad(score, total), D)
     else:
         batch, before = span.padded(plane, 0, BLOCK)
         first = before * BLOCK

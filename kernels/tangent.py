@@ -117,4 +117,4 @@ def tangent(
         if rules.masks.rows is not None:
             tile = tl.where(real[:, None], tile, 0.0)
         m = columns.part(memory.of_rows(TangentOut, plane), n)
-        memory.store(m, rows, q_len, tile, columns.size(spec.DV, n))
+        memory.store(m, rows, rows < q_len, tile, columns.size(spec.DV, n))

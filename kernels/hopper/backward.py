@@ -267,7 +267,8 @@ def backward(
     KEYS: gl.constexpr = K.block_type.shape[-2]
     BLOCK_M: gl.constexpr = Q.block_type.shape[-2]
     STAGES: gl.constexpr = form.STAGES
-    number = gl.program_id(0) if Turns is None else turns.number(Turns)
+    # With turns, all programs with smaller numbers must have begun, whatever the order of launch.
+    number = gl.program_id(0) if Turns is None else gl.atomic_add(Turns, 1)
     block, kv, rows, keys = span.locate(sequences, q_len, k_len, heads, 2 * KEYS, BY_KEYS=True, number=number)
     if Turns is not None:
         mirrored, block = block, gl.cdiv(keys, 2 * KEYS) - 1 - block

@@ -254,9 +254,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         if not SHARE:
             ring.release(shared.q, n * GROUPS + g)
         if results.Wide is not None:
-            r = rows[:, None]
-            where = memory.pointers(memory.of_rows(results.Wide, plane), r, c)
-            gl.store(where, out, mask=(r < band.rows) & (c < DV))
+            m = memory.of_rows(results.Wide, plane)
+            layouts.store_wide(m, first + g * ROWS, band.rows, out, DV, column)
         elif results.partials is not None:
             split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
             keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first)

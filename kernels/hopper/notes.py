@@ -54,11 +54,6 @@ def read(notes, step):
 
 
 @gluon.jit
-def real_keys(notes, step):
-    return ring.slot(notes.real, step)
-
-
-@gluon.jit
 def words_of(notes, words, step, n: gl.constexpr):
     """Return the mask words of block n of a step in shared memory: int32 [1, 2 * BLOCK], low and high half in turn."""
     SLOTS: gl.constexpr = notes.numbers.shape[0]

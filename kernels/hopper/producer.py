@@ -71,7 +71,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, lists, i, bloc
         if masks.keys is not None:
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))
-            noting.real_keys(shared.notes, step).store(real.to(gl.int8))
+            ring.slot(shared.notes.real, step).store(real.to(gl.int8))
     PARTS: gl.constexpr = shared.k.tiles.shape[0] // shared.k.ready.shape[0]
     NBYTES: gl.constexpr = PARTS * K.block_type.nbytes
     noting.reserve(shared.notes, shared.words, Words, shared.k, step * TILES, step, masked, numbers, NBYTES)
@@ -84,7 +84,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, lists, i, bloc
 def _pass_on(shared, step, lists, i):
     """Pass the values of step i on to the multiplying warps, with hidden values set to 0."""
     if shared.landed is not None:
-        ring.pass_on(shared.landed, shared.v, step, i < lists.masked, noting.real_keys(shared.notes, step))
+        ring.pass_on(shared.landed, shared.v, step, i < lists.masked, ring.slot(shared.notes.real, step))
 
 
 @gluon.jit

@@ -8,12 +8,6 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def number(numbers):
-    """Return a counter's next number. All programs with smaller numbers have begun, whatever the order of launch."""
-    return gl.atomic_add(numbers, 1)
-
-
-@gluon.jit
 def wait(counter, turn):
     """Wait until the tile's counter is `turn`, and make the writes of earlier programs visible.
 

@@ -110,7 +110,7 @@ def weights(g: gl.constexpr, s, state, masked, of, block, shared, step, GROUPS: 
         cols = block * s.shape[1] + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         real = None
         if masks.keys is not None:
-            real = noting.real_keys(notes, step).load(gl.SliceLayout(0, LAYOUT))[None, :] != 0
+            real = ring.slot(notes.real, step).load(gl.SliceLayout(0, LAYOUT))[None, :] != 0
         shown = _shown(g, shared, step, LAYOUT)
         s = gl.where(masking.visible(masks, shown, of.band, of.plane, r, cols[None, :], real), s, float("-inf"))
     if shared.bias is not None:  # after a branch, or ptxas would release before the loads of the bias arrive

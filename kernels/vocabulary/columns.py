@@ -147,4 +147,4 @@ def finish(tiles, state, scale):
 @triton.jit
 def store(m, rows, n, tiles, D: tl.constexpr):
     for i in tl.static_range(count(D)):
-        memory.store(part(m, i), rows, n, tiles[i], size(D, i))
+        memory.store(part(m, i), rows, rows < n, tiles[i], size(D, i))

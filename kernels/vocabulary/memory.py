@@ -103,17 +103,10 @@ def load(m, rows, exists, D: tl.constexpr, WIDTH: tl.constexpr = None):
 
 
 @triton.jit
-def store(m, rows, n, tile, D: tl.constexpr):
-    """Store rows below n and columns below D of a tile, in the dtype of the matrix."""
+def store(m, rows, exists, tile, D: tl.constexpr):
+    """Store columns below D of a tile where `exists` is True, in the matrix's dtype. m.base may be a pointer a row."""
     r, c = rows[:, None], tl.arange(0, tile.shape[1])[None, :]
-    tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=(r < n) & (c < D))
-
-
-@triton.jit
-def store_rows(m, rows, exists, tile, D: tl.constexpr):
-    """Store columns 0 .. D - 1 of the rows of a tile where `exists` is True. m.base may have a pointer for each row."""
-    r, c = rows[:, None], tl.arange(0, tile.shape[1])[None, :]
-    tl.store(pointers(m, r, c), tile, mask=exists[:, None] & (c < D))
+    tl.store(pointers(m, r, c), tile.to(m.base.dtype.scalar.element_ty), mask=exists[:, None] & (c < D))
 
 
 @triton.jit
