@@ -43,15 +43,13 @@ def weights(
         seen = masks.visible(rules.masks, shown, band, plane, r, c)
         if rules.masks.rows is not None:
             seen &= real[:, None]
-        if TangentLse is None:
-            p = tl.where(seen, softmax.weights(s, row, rules.score.softmax_scale), 0.0)
-            p = dropout.drop(rules.dropout, p, plane, r, c)
-        else:
-            p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
+        p = dropout.drop(rules.dropout, softmax.weights(s, row, rules.score.softmax_scale), plane, r, c)
+        if TangentLse is not None:
             t_x = scores.tangent_of_products(q, t_q, k, t_k, x, spec)
             t_s = scores.tangent(rules.score, t_x, dcap, t_bias, tangents, band, plane, r, c)
             if tangents.bias is not None:
                 t_s = tl.where(p > 0, t_s, 0.0)
             mean = memory.load_column(memory.table(TangentLse, plane, q_len, 1), rows, q_len, 0)
-            p = tl.where(seen, p * (t_s - mean[:, None]), 0.0)
+            p *= t_s - mean[:, None]
+        p = tl.where(seen, p, 0.0)
     memory.store_pairs(memory.of_rows(Weights, plane), r, c, q_len, width, p)

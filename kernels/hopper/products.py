@@ -89,15 +89,11 @@ def _load(factors, GradScores, Others, work, before, form: gl.constexpr):
         for i in range(visits.steps(begin, end, lists, form.MEMBERS, TILE // DEPTH)):
             block, member, ahead = visits.listed(lists, i, block, member, ahead, TILE // DEPTH)
             ring.reserve(factors.ds, step, GradScores.block_type.nbytes + Others.block_type.nbytes)
-            if OF_K:
-                other = span.query_head(plane, member, GROUP)
-                here = span.Plane(visits.head(other, before * GROUP), 0, 0, ())
-                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + first, block * DEPTH)
-            else:
-                other = span.kv_head(plane, GROUP)
-                here = span.Plane(visits.head(plane, before * GROUP), 0, 0, ())
-                ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + block * DEPTH, first)
-            other = _of_product(other, span.flip(band), not OF_K)
+            head = span.query_head(plane, member, GROUP) if OF_K else plane
+            here = span.Plane(visits.head(head, before * GROUP), 0, 0, ())
+            down, across = (first, block * DEPTH) if OF_K else (block * DEPTH, first)
+            ring.copy(factors.ds, factors.ds.tiles, step, GradScores, here, key + down, across)
+            other = _of_product(head if OF_K else span.kv_head(plane, GROUP), span.flip(band), not OF_K)
             ring.copy(factors.ds, factors.others, step, Others, other, block * DEPTH, column)
             block, member = visits.following(block, member, begin, end, form.MEMBERS)
             step += 1

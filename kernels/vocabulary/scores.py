@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import columns, copies, memory, span
+from . import columns, copies, memory
 from .softmax import LOG2E
 
 
@@ -105,7 +105,7 @@ def pairs(view, band, plane, r, c, CHECK: tl.constexpr):
 @triton.jit
 def distance(score, band, r, c):
     """Return the ALiBi distance of key c from row r. r and c are [n, 1] and [1, m], or the reverse."""
-    return span.distance(band, r, c if score.shift is None else c - score.shift)
+    return tl.abs(r + band.diagonal - (c if score.shift is None else c - score.shift))
 
 
 @triton.jit

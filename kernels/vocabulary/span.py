@@ -140,12 +140,6 @@ def flip(b):
 
 
 @triton.jit
-def distance(b, r, c):
-    """Return |position of row r - c|, the distance of a pair. r and c are [n, 1] and [1, m], or the reverse."""
-    return tl.abs(r + b.diagonal - c)
-
-
-@triton.jit
 def inside(b, r, c):
     """Return True for pairs within the band. r and c are [n, 1] and [1, m], or the reverse."""
     # Rows past the end need no test: they load as zeros, contribute nothing and are not stored.
