@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
 @gluon.jit
 def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
-    """Return a program's n-th block of rows: (first row, Plane, Band, part of columns, last, count, full, full_end).
+    """Return a program's n-th block of rows: (first row, Plane, Band, split, part, last, count, full, full_end).
 
     The program visits `count` blocks of keys, from `last` down. Warpgroup g needs no mask for blocks full ..
     full_end - 1. With tile lists the last four are (): notes have the rest.
@@ -65,13 +65,13 @@ def _take(g: gl.constexpr, shared, work, n, results, spec: gl.constexpr):
     ROWS: gl.constexpr = shared.q.tiles.shape[-2]
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = spec.WARPGROUPS * ROWS
-    first, plane, band, part = block_of_rows(work, n, results, BLOCK_M, shared.v.tiles.shape[-1], spec)
+    first, plane, band, split, part = block_of_rows(work, n, results, BLOCK_M, shared.v.tiles.shape[-1], spec)
     if work.tile_lists is None:
-        last, count = extent(band, first, plane, results, BLOCK_M, BLOCK_N)
+        last, count = extent(band, first, split, results, BLOCK_M, BLOCK_N)
         _, full, full_end, _ = span.blocks(band, first + g * ROWS, ROWS, BLOCK_N)
-        return first, plane, band, part, last, count, full, full_end
+        return first, plane, band, split, part, last, count, full, full_end
     else:  # the notes of the steps have the rest
-        return first, plane, band, part, (), (), (), ()
+        return first, plane, band, split, part, (), (), (), ()
 
 
 @gluon.jit
@@ -146,7 +146,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
     ACROSS: gl.constexpr = (DV + WIDTH - 1) // WIDTH  # programs for the columns of a block of rows
     share = schedule.share(work.order, gl.program_id(0), gl.num_programs(0))
     some = share > 0 if PACKED else gl.constexpr(True)  # packed sequences may have fewer blocks than programs
-    first, plane, band, part, last, count, full, full_end = _take(g, shared, work, 0, results, spec)
+    first, plane, band, split, part, last, count, full, full_end = _take(g, shared, work, 0, results, spec)
     zero = layouts.zeros(ROWS, BLOCK_N)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zero.type.layout)
     s = zero
@@ -159,9 +159,8 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         rows = first + g * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
         out = layouts.zeros(ROWS, WIDTH)
         score = rules.score
-        head = plane if results.partials is None else span.kv_head(plane, results.splits)
         if score.slopes is not None:
-            slope = scores.slope(score, head, gl.float32)
+            slope = scores.slope(score, plane, gl.float32)
             cap, at_zero, sinks = score.cap, score.slope_at_zero, score.sinks
             score = scores.Score(score.scale, None, cap, at_zero, slope, score.bias, sinks, score.shift, score.rough)
         # Before the first key, the sink is the row max, and its weight is 1.
@@ -179,7 +178,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
         if rules.dropout is not None:
             pairs = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, layouts.of_counters(BLOCK_N)))
             counters = (first + g * ROWS) // 2 + pairs
-        of = Rows(Rules(rules.masks, score, rules.dropout), band, plane, head, rows, counters)
+        of = Rows(Rules(rules.masks, score, rules.dropout), band, plane, rows, counters)
 
         if not EARLY:
             s = _begin_scores(g, shared, n, step, zero, GROUPS)
@@ -257,8 +256,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             m = memory.of_rows(results.Wide, plane)
             layouts.store_wide(m, first + g * ROWS, band.rows, out, DV, column)
         elif results.partials is not None:
-            split, head = plane.index % results.splits, span.kv_head(plane, results.splits)
-            keep(results.partials, head, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first)
+            keep(results.partials, plane, rows, c, band.rows, split, results.splits, out, state, True, DV, is_first)
         else:
             if SHARE and len(q) == 1:
                 tile = q[0].reshape(results.Out.block_type.shape)
@@ -273,7 +271,7 @@ def _consume(g: gl.constexpr, shared, results, work, rules, spec: gl.constexpr, 
             store_wait(0)
             if SHARE:
                 ring.release(shared.q, n * GROUPS + g)
-        first, plane, band, part, last, count, full, full_end = following
+        first, plane, band, split, part, last, count, full, full_end = following
     store_wait(0)
 
 

@@ -5,24 +5,23 @@ from triton.experimental.gluon import language as gl
 
 from ..vocabulary import masks as masking, pages as paging, span
 from . import notes as noting, ring, schedule, visits
-from .work import block_of_rows, extent, split
+from .work import block_of_rows, extent, within_split
 
 
 @gluon.jit
-def _steps(work, band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+def _steps(work, band, first, plane, split, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (block of keys of a block of rows' first step, number of its steps, Lists of its tiles).
 
     Without tile lists the Lists are (), and the blocks go down from the first.
     """
     if work.tile_lists is None:
-        last, count = extent(band, first, plane, results, ROWS, BLOCK_N)
+        last, count = extent(band, first, split, results, ROWS, BLOCK_N)
         return last, count, ()
     else:
-        head = plane if results.partials is None else span.kv_head(plane, results.splits)
-        lists = visits.lists_of(work.tile_lists, head, first // ROWS)
+        lists = visits.lists_of(work.tile_lists, plane, first // ROWS)
         begin, end = 0, lists.count
         if results.partials is not None:
-            begin, end = split(begin, end, plane, results)
+            begin, end = within_split(begin, end, split, results.splits)
         some, masked = begin < end, lists.masked - begin
         start = gl.load(gl.where(masked > 0, lists.partial, lists.full) + begin).to(gl.int32)
         start = gl.where(some, start, gl.cdiv(band.keys, BLOCK_N))  # the block past the last key
@@ -111,12 +110,10 @@ def produce(shared, results, Q, K, V, Bias, Words, work, rules, spec: gl.constex
     v = shared.v if shared.landed is None else shared.landed
     step = 0
     for n in range(schedule.share(work.order, gl.program_id(0), gl.num_programs(0))):
-        first, plane, band, part = block_of_rows(work, n, results, GROUPS * ROWS, WIDTH, spec)
+        first, plane, band, split, part = block_of_rows(work, n, results, GROUPS * ROWS, WIDTH, spec)
         column = 0 if ACROSS == 1 else part * WIDTH
-        start, count, lists = _steps(work, band, first, plane, results, GROUPS * ROWS, BLOCK_N)
+        start, count, lists = _steps(work, band, first, plane, split, results, GROUPS * ROWS, BLOCK_N)
         block, ahead = start, visits.entry(lists, 1)
-        if results.partials is not None:  # a plane is one split of a head
-            plane = span.kv_head(plane, results.splits)
         kv = span.kv_head(plane, spec.GROUP)
         page = _page(work, K, kv, block, PAGE, BLOCK_N)
         keys, row = _keys(work.caches, kv, band, block, page, PAGE, BLOCK_N)

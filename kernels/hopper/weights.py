@@ -13,7 +13,7 @@ COLUMNS = gl.constexpr(8)  # partial sums of a row, in registers: each of four n
 
 
 class Rows(NamedTuple):
-    """Rows of a warpgroup, with the options, band and head of their scores. plane: a split of `head`, or `head` itself.
+    """Rows of a warpgroup, with the options, band and head of their scores.
 
     counters: Philox counters of dropout, one for each two rows, or ().
     """
@@ -21,7 +21,6 @@ class Rows(NamedTuple):
     rules: Rules
     band: span.Band
     plane: span.Plane
-    head: span.Plane
     rows: gl.tensor
     counters: gl.tensor
 
@@ -57,12 +56,12 @@ def _drop(dropout, p, of, block):
     """Set dropped weights of a block of keys to 0."""
     if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
         cols = block * p.shape[1] + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, p.type.layout))
-        words = dropping.word(dropout, of.head, of.rows[:, None], cols[None, :])
+        words = dropping.word(dropout, of.plane, of.rows[:, None], cols[None, :])
     else:
         LAYOUT: gl.constexpr = of.counters.type.layout.parent
         HALF: gl.constexpr = p.shape[1] // 2
         keys = block * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
-        words = dropping.four(dropout, of.head, of.counters[:, None], keys[None, :])
+        words = dropping.four(dropout, of.plane, of.counters[:, None], keys[None, :])
         words = gl.convert_layout(words, p.type.layout)
     return dropping.keep_by(dropout, p, words)
 
@@ -72,7 +71,7 @@ def _bias(shared, at, of, LAYOUT: gl.constexpr):
     """Return the bias: [rows, keys], [1, keys] if equal for all rows, or [rows, 1] if equal for all keys; 0 without."""
     if shared.bias is None:
         r = of.rows[:, None]
-        return scores.pairs(of.rules.score.bias, of.band, of.head, r, r * 0, CHECK=True)
+        return scores.pairs(of.rules.score.bias, of.band, of.plane, r, r * 0, CHECK=True)
     else:
         ring.wait(shared.bias, at)
         tile = ring.tile(shared.bias, at)

@@ -68,9 +68,10 @@ class Results(NamedTuple):
 
 @gluon.jit
 def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, spec: gl.constexpr):
-    """Return (first row, Plane (batch and head), Band, part of the output's columns) of a program's n-th block of rows.
+    """Return (first row, Plane (batch and head), Band, split, part) of a program's n-th block of rows.
 
-    part is the number of a group of WIDTH columns, or () if there is only one group.
+    split is the number of a split of its keys, or () without splits. part is the number of a group of WIDTH columns of
+    the output, or () if there is only one group.
     """
     PARTS: gl.constexpr = (spec.DV + WIDTH - 1) // WIDTH
     heads = spec.HEADS * PARTS if results.partials is None else spec.HEADS * results.splits * PARTS
@@ -92,29 +93,30 @@ def block_of_rows(work, n, results, BLOCK: gl.constexpr, WIDTH: gl.constexpr, sp
         plane, rows, keys = span.within(work.sequences.extents, plane, work.band.rows, work.band.keys, slot)
         band = span.band(rows, keys, work.left, work.right, spec.TOP_LEFT)
         first = span.latest_first(block, rows, BLOCK)
-    if PARTS == 1:
-        return first, plane, band, ()
-    else:
-        return first, span.kv_head(plane, PARTS), band, plane.index % PARTS
+    split, part = (), ()
+    if PARTS > 1:
+        plane, part = span.kv_head(plane, PARTS), plane.index % PARTS
+    if results.partials is not None:
+        plane, split = span.kv_head(plane, results.splits), plane.index % results.splits
+    return first, plane, band, split, part
 
 
 @gluon.jit
-def split(begin, end, plane, results):
-    """Return (begin, end) of this plane's part of begin .. end - 1. A plane is one split of one head."""
-    split, count = plane.index % results.splits, gl.maximum(end - begin, 0)
-    end = begin + (split + 1) * count // results.splits
-    return begin + split * count // results.splits, end
+def within_split(begin, end, split, splits):
+    """Return (begin, end) of one split of begin .. end - 1."""
+    count = gl.maximum(end - begin, 0)
+    return begin + split * count // splits, begin + (split + 1) * count // splits
 
 
 @gluon.jit
-def extent(band, first, plane, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+def extent(band, first, split, results, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return (last visible block of keys, number of visible blocks) for a block of rows; the number is at least one.
 
     With splits, each has an equal part of the blocks. A split without blocks reads the block past the last key.
     """
     begin, full, full_end, end = span.blocks(band, first, ROWS, BLOCK_N)
     if results.partials is not None:
-        begin, end = split(begin, end, plane, results)
+        begin, end = within_split(begin, end, split, results.splits)
         begin = gl.where(begin < end, begin, gl.cdiv(band.keys, BLOCK_N))
     count = gl.maximum(end - begin, 1)
     return begin + count - 1, count

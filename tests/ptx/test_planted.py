@@ -86,8 +86,7 @@ ON_HOPPER = tuple(
     for name, file, text, becomes, call in (
         ("keys of two splits", "work", "(split + 1) * count //", "(split + 2) * count //", "hopper splits"),
         ("an empty split", "work", "begin, gl.cdiv(band.keys, BLOCK_N))", "begin, begin)", SPLITS),
-        ("keys of another head", "producer",
-         "plane = span.kv_head(plane, results.splits)\n        kv", "pass\n        kv", SPLITS),
+        ("keys of another head", "work", "span.kv_head(plane, results.splits), plane", "plane, plane", SPLITS),
         ("hidden values stay", "ring", "gl.where(seen[:, None], part.load(LINES), 0.0)", "part.load(LINES)", KEYS),
         ("hidden values not fenced", "ring", "0.0))\n        fence_async_shared()\n", "0.0))\n", KEYS),
         ("a tile list read too far", "producer", "entry(lists, i + 1)", "entry(lists, i + 2)", KEYS),
