@@ -112,8 +112,7 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, Words, program, rules, form: 
             for n in gl.static_range(BLOCK_M // 64 * GROUPS):
                 key = gl.where(masked, first + n % GROUPS * KEYS, band.keys)
                 numbers += (masking.number(masks.bits, head, block * BLOCK_M + n // GROUPS * 64, key, band),)
-            ring.claim(shared.q, step)
-            noting.write(shared.notes, step, block, masked, member)
+            noting.write(shared.notes, shared.q, step, step, block, masked, member)
         plane = ring.of_rows(span.query_head(kv, member, form.GROUP), band)
         noting.reserve(shared.notes, shared.words, Words, shared.q, step, step, masked, numbers, NBYTES)
         ring.copy(shared.q, shared.q.tiles, step, Q, plane, block * BLOCK_M)
@@ -139,14 +138,12 @@ def _give(g: gl.constexpr, shared, Sums, GradK, GradV, Turns, program, masks, fo
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]
     begin, full, full_end, end = visits.extent(band, first, GROUPS * KEYS, BLOCK_M)
     block, member = begin, begin * 0
-    # rows of `layouts.lines` that a warpgroup adds: half of those of a block of dq
-    LINES: gl.constexpr = shared.dq.tiles.shape[-2]
+    LINES: gl.constexpr = shared.dq.tiles.shape[-2]  # half of a block of dq
     for step in range(visits.steps(begin, end, lists, form.GROUP)):
+        ring.wait(shared.dq, step * GROUPS + g)
         if shared.notes is not None:
-            ring.wait(shared.dq, step * GROUPS + g)
             block, _, member = noting.read(shared.notes, step)
         plane = span.query_head(kv, member, form.GROUP)
-        ring.wait(shared.dq, step * GROUPS + g)
         batch, padded = span.padded(plane, block, BLOCK_M)
         place = [batch, plane.head, (padded * GROUPS + g) * LINES, 0]
         if Turns is not None:
@@ -175,10 +172,7 @@ def _put(g: gl.constexpr, shared, step, dq):
 
 @gluon.jit
 def _consume(g: gl.constexpr, shared, wide, program, all_real, rules, form: gl.constexpr):
-    """Compute dk and dv of 64 keys from 64 rows a step, and half the columns of each dq: the work of one warpgroup.
-
-    DQ_AT says which part of the next step's weights is computed during the products for dq.
-    """
+    """Compute dk and dv of 64 keys from 64 rows a step, and half the columns of each dq: the work of one warpgroup."""
     GROUP: gl.constexpr = form.GROUP
     KEYS: gl.constexpr = shared.k.tiles.shape[-2]
     BLOCK_M: gl.constexpr = shared.q.tiles.shape[-2]

@@ -38,8 +38,9 @@ def words(Words, STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def write(notes, step, block, masked, count):
-    """Write the note of a step: block, whether it needs a mask, and count in the upper half. Its tile must be free."""
+def write(notes, tiles, at, step, block, masked, count):
+    """Write a step's note once its tile `at` of a ring is free: block, whether to mask, and count in the upper half."""
+    ring.claim(tiles, at)
     number = (count.to(gl.int64) << 32) | (block * 2 + masked.to(gl.int32)).to(gl.int64)
     ring.slot(notes.numbers, step).store(gl.full([1], number, gl.int64, gl.BlockedLayout([1], [32], [1], [0])))
 

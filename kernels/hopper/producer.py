@@ -65,8 +65,7 @@ def _begin(shared, step, K, Words, masks, keys, row, plane, band, lists, i, bloc
             key = gl.where(masked, block * BLOCK_N + n % ACROSS * masking.BLOCK, band.keys)
             numbers += (masking.number(masks.bits, plane, first + n // ACROSS * ROWS, key, band),)
     if shared.notes is not None:
-        ring.claim(shared.k, step * TILES)
-        noting.write(shared.notes, step, block, masked, lists.count)
+        noting.write(shared.notes, shared.k, step * TILES, step, block, masked, lists.count)
         if masks.keys is not None:
             cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
             real = masking.real_keys(masks, plane, cols, gl.where(masked, band.keys, 0))

@@ -54,8 +54,8 @@ def _produce(shared, Q, K, V, GradOut, Rows, Bias, program, form: gl.constexpr):
     for step in range(visits.steps(begin, end, lists, form.GROUP, 2 * KEYS // BLOCK_M)):
         block, member, ahead = visits.listed(lists, step, block, member, ahead, 2 * KEYS // BLOCK_M)
         if shared.notes is not None:
-            ring.claim(shared.q, step)
-            noting.write(shared.notes, step, block, step < lists.masked * (2 * KEYS // BLOCK_M), member)
+            masked = step < lists.masked * (2 * KEYS // BLOCK_M)
+            noting.write(shared.notes, shared.q, step, step, block, masked, member)
         plane = ring.of_rows(span.query_head(kv, member, form.GROUP), band)
         ring.fill(shared.q, step, Q, plane, block * BLOCK_M)
         if Rows.block_type.shape[-1] == 4:
@@ -80,11 +80,10 @@ def _store(g: gl.constexpr, shared, GradScores, GradV, program, before, form: gl
     block, member = begin, begin * 0
     key = visits.first_key(kv, 2 * KEYS) + first + g * KEYS
     for step in range(visits.steps(begin, end, lists, form.GROUP, 2 * KEYS // BLOCK_M)):
+        ring.wait(shared.ds, 2 * step + g)
         if shared.notes is not None:
-            ring.wait(shared.ds, 2 * step + g)
             block, _, member = noting.read(shared.notes, step)
         here = visits.head(span.query_head(kv, member, form.GROUP), before * form.GROUP)
-        ring.wait(shared.ds, 2 * step + g)
         async_store(GradScores, [here, 0, key, block * BLOCK_M], shared.ds.tiles.index(g))
         store_wait(0)
         ring.release(shared.ds, 2 * step + g)

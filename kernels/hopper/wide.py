@@ -61,8 +61,8 @@ def _produce(shared, Q, K, V, GradOut, Rows, program, GROUP: gl.constexpr, COUNT
         chunk = step * (COUNT + COUNT_V)
         block, member, ahead = visits.listed(lists, step, block, member, ahead, TILE // BLOCK_M)
         if shared.notes is not None:
-            ring.claim(shared.keys, chunk)
-            noting.write(shared.notes, step, block, step < lists.masked * (TILE // BLOCK_M), member)
+            masked = step < lists.masked * (TILE // BLOCK_M)
+            noting.write(shared.notes, shared.keys, chunk, step, block, masked, member)
         plane = ring.of_rows(span.query_head(kv, member, GROUP), band)
         if Rows.block_type.shape[-1] == 4:
             ring.fill(shared.statistics, step, Rows, plane, block * BLOCK_M)

@@ -84,11 +84,6 @@ def word(dropout, plane, r, c):
 
 
 @triton.jit
-def _not_below(dropout, words):
-    return words >= tl.cast(dropout.threshold, tl.uint32)
-
-
-@triton.jit
 def _words(dropout, plane, r, c):
     """Return a random word for each pair (r, c). r and c are [n, 1] and [1, m], or the reverse."""
     if len(dropout.origin) > 0 and len(dropout.origin.unaligned) > 0:
@@ -136,7 +131,7 @@ def keep(dropout, p, plane, r, c):
 @triton.jit
 def keep_by(dropout, p, words):
     """Return p, 0 where dropped, from random words in the layout of p: for Gluon, where `keep` cannot infer layouts."""
-    return tl.where(_not_below(dropout, words), p, 0.0)
+    return tl.where(words >= tl.cast(dropout.threshold, tl.uint32), p, 0.0)
 
 
 @triton.jit
@@ -156,7 +151,7 @@ def sign_by(dropout, p, words):
     An int32 p (softcap): the high half is p scaled, the low half p * dcap. If dropped, high is 0 and low negative.
     """
     dropped = (p & 0xFFFF) ^ 0x8000 if p.dtype == tl.int32 else -p
-    return tl.where(_not_below(dropout, words), p, dropped)
+    return tl.where(words >= tl.cast(dropout.threshold, tl.uint32), p, dropped)
 
 
 @triton.jit
