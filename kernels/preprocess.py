@@ -81,17 +81,14 @@ def preprocess(
     block, plane = span.place(tl.program_id(0), q_len, heads, BLOCK_M)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     if GradQ is not None:
-        if UNIT is None:
-            zeros = tl.zeros([BLOCK_M, memory.width(spec.D)], GradQ.base.dtype.element_ty)
-            memory.store(memory.matrix(GradQ, plane), rows, rows < q_len, zeros, spec.D)
-        else:
-            tl.static_assert(BLOCK_M % UNIT == 0)
-            zeros = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-            memory.store(memory.matrix(GradQ, plane), rows, rows < tl.cdiv(q_len, UNIT) * UNIT, zeros, WIDTH)
+        tl.static_assert(UNIT is None or BLOCK_M % UNIT == 0)
+        ALL: tl.constexpr = spec.D if UNIT is None else WIDTH
+        exists = rows < (q_len if UNIT is None else tl.cdiv(q_len, UNIT) * UNIT)
+        zeros = tl.zeros([BLOCK_M, memory.width(ALL)], GradQ.base.dtype.element_ty)
+        memory.store(memory.matrix(GradQ, plane), rows, exists, zeros, ALL)
     if Turns is not None:
-        counters, none = memory.table(Turns + 1, plane, q_len, 2), tl.zeros([BLOCK_M], tl.int32)
-        memory.store_column(counters, rows, q_len, 0, none)
-        memory.store_column(counters, rows, q_len, 1, none)
+        counters = memory.table(Turns + 1, plane, q_len, 2)
+        memory.store(counters, rows, rows < q_len, tl.zeros([BLOCK_M, 2], tl.int32), 2)
         if tl.program_id(0) == 0:
             tl.store(Turns, 0)
     if shown is not None:

@@ -25,10 +25,9 @@ def fill_slots(
     number = tl.program_id(0)
     row, rows = _extent(OffsetsQ, number, True, q_len, max_seqlen_q)
     key, keys = _extent(OffsetsK, number, True, k_len, max_seqlen_k)
-    tl.store(Extents + number * 4, row)
-    tl.store(Extents + number * 4 + 1, rows)
-    tl.store(Extents + number * 4 + 2, key)
-    tl.store(Extents + number * 4 + 3, keys)
+    extent = row, rows, key, keys
+    for column in tl.static_range(4):
+        tl.store(Extents + number * 4 + column, extent[column])
     if Slots is not None:
         length = rows if BY_KEYS else keys
         before = number.to(tl.int64) * 0  # int64: unchecked offsets that fall and rise may add up to over 2**31 rows

@@ -310,10 +310,7 @@ def of_products(p, dropout, dp, rows, step, dtype: gl.constexpr, part: gl.conste
 @gluon.jit
 def slope_of(score, kv, member, GROUP: gl.constexpr):
     """Return the ALiBi slope of query head `member` of the group; () without ALiBi."""
-    if score.slopes is None:
-        return ()
-    else:
-        return scores.slope(score, span.query_head(kv, member, GROUP), gl.float32)
+    return () if score.slopes is None else scores.slope(score, span.query_head(kv, member, GROUP), gl.float32)
 
 
 @gluon.jit

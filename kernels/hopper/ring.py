@@ -95,19 +95,15 @@ def reserve(ring, step, nbytes: gl.constexpr):
 @gluon.jit
 def of_rows(plane, band):
     """Return the Plane that `place` needs for rows: if packed, with the sequence's first row and number of rows."""
-    if len(plane.packed) == 0:
-        return plane
-    else:
-        return Plane(plane.batch, plane.head, plane.index, Ragged(plane.packed.row, band.rows))
+    packed = () if len(plane.packed) == 0 else Ragged(plane.packed.row, band.rows)
+    return Plane(plane.batch, plane.head, plane.index, packed)
 
 
 @gluon.jit
 def of_keys(plane, band):
     """Return the Plane that `place` needs for keys: if packed, with the sequence's first key and number of keys."""
-    if len(plane.packed) == 0:
-        return plane
-    else:
-        return Plane(plane.batch, plane.head, plane.index, Ragged(plane.packed.key, band.keys))
+    packed = () if len(plane.packed) == 0 else Ragged(plane.packed.key, band.keys)
+    return Plane(plane.batch, plane.head, plane.index, packed)
 
 
 @gluon.jit

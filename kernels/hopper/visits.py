@@ -160,19 +160,13 @@ def head(plane, before):
 @gluon.jit
 def first_key(plane, TILE: gl.constexpr):
     """Return the row of GradScores where a plane's keys begin: a multiple of TILE, or 0 if nothing is packed."""
-    if len(plane.packed) == 0:
-        return 0
-    else:
-        return (plane.packed.key // TILE + plane.batch) * TILE
+    return 0 if len(plane.packed) == 0 else (plane.packed.key // TILE + plane.batch) * TILE
 
 
 @gluon.jit
 def steps(begin, end, lists, MEMBERS: gl.constexpr, PARTS: gl.constexpr = 1):
     """Return the number of steps: PARTS for each listed tile, or one for each block [begin, end) of MEMBERS heads."""
-    if len(lists) == 0:
-        return (end - begin) * MEMBERS
-    else:
-        return lists.count * PARTS
+    return (end - begin) * MEMBERS if len(lists) == 0 else lists.count * PARTS
 
 
 @gluon.jit

@@ -65,10 +65,7 @@ def _counters(x, SIZE: tl.constexpr):
 def _plane(dropout, plane):
     """Return the index of this (batch, head), in the larger call if this call is part of one."""
     origin = dropout.origin
-    if len(origin) == 0:
-        return plane.index
-    else:
-        return origin.plane + plane.batch * origin.heads + plane.head
+    return plane.index if len(origin) == 0 else origin.plane + plane.batch * origin.heads + plane.head
 
 
 @triton.jit

@@ -39,10 +39,7 @@ def opaque(x):
     # such as a byte of a mask, and for half its width after a tl.join. At best that costs a detour through shared
     # memory. At worst, with a layout for K = 8 in a product of K = 16, results are wrong. So weights that depend on
     # masks or random bits pass through here.
-    if INTERPRETED:
-        return x
-    else:
-        return tl.map_elementwise(_same, x)
+    return x if INTERPRETED else tl.map_elementwise(_same, x)
 
 
 @triton.jit
