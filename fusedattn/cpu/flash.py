@@ -26,6 +26,7 @@ from ..call.layout import arrange, dense
 from ..call.options import Call, diagonal, sizes, wide_dtype
 from ..call.private import flash_attention_for_cpu
 from ..naive.formula import repeated, sums_of
+from ..naive.pairs import cast
 from . import tiling
 from .small_k import FEW, FEW_ROWS, has_nan, is_few, lse_of, scores_of, weights_of
 from .tiling import Part, Rectangle, additive, has_holes, is_additive, is_nothing, is_short, is_widened
@@ -204,7 +205,7 @@ def _attend(
 def sinks_less(call: Call, dtype: torch.dtype, less: float) -> Tensor:
     """Return the sinks minus the offset `less`, with shape (1 or B, Hq, 1)."""
     assert call.sinks is not None
-    return call.sinks.to(dtype)[:, :, None] - less
+    return cast(call.sinks, wide_dtype(call.query.dtype)).to(dtype)[:, :, None] - less
 
 
 def of_part(part: Part, save: bool, less: float) -> Result:
