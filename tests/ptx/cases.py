@@ -171,7 +171,10 @@ _ON_HOPPER = dense(
             ("softcap D256 fp16", dict(softcap=1.5, D=256, causal=True, dtype=FP16, **SHORT)),
             ("slopes D128 causal", dict(alibi="own", causal=True, B=2, **WIDE)),
             ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),
-            ("query mask, packed", _TOGETHER | dict(query_mask="own", times=3)),
+            (
+                "query mask, packed",
+                dict(B=3, Sq=70, Sk=130, lengths=((70, 0, 33), (100, 20, 130)), query_mask="own", times=3),
+            ),
             ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
             ("query mask, slopes, cap D128", dict(query_mask="own", B=2, alibi="own", softcap=5.0, scale=-0.4, **WIDE)),
             ("scale 0", dict(scale=0.0)),
@@ -217,7 +220,7 @@ _ON_HOPPER = dense(
             ("dropout, window of one key D128", dict(dropout=0.3, window=(0, 0), Sq=70, Sk=70, **WIDE)),
             ("dropout, splits", dict(dropout=0.3, softcap=5.0, B=2, Sq=70, Sk=1200, times=3)),
             ("dropout, options, two passes D128", _DROPPED | WIDE | TWO | dict(softcap=5.0)),
-            ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=900)),
+            ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=900, multiprocessors=16)),
             ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
             ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),
             ("packed D64, two passes", _TOGETHER | dict(window=(60, 0)) | TWO),

@@ -52,12 +52,16 @@ class Clocks(Lanes):
             self.report.add(kind, line, text, bad.sum())
 
     def reads(self, gwarp, at, size, line):
-        """Record reads of shared memory, and report a race if the reader does not know of the last write."""
+        """Record reads of shared memory, and report a race if the reader does not know of the last write.
+
+        Return (the cells of the reads, the last writer of each, the times of these writes).
+        """
         cells, row, warp = self.cells(at, size), self.row[gwarp], gwarp % self.W
-        other = self.wrote[cells]
-        late = self.wrote_at[cells] > self.knows[row, other]
+        other, when = self.wrote[cells], self.wrote_at[cells]
+        late = when > self.knows[row, other]
         self.hazard("race", late, cells, gwarp, "reads a store", other, "with no barrier between", line)
         self.read_at[warp, cells] = self.knows[row, warp]
+        return cells, other, when
 
     def writes(self, gwarp, at, size, line, changed=True):
         """Record writes; report a race if a warp changes bytes whose last write or reads it does not know of."""
@@ -86,13 +90,13 @@ class Clocks(Lanes):
         The writer or the reader must have fenced each write. The writer's fence counts once it is executed, even
         without a barrier between it and the read.
         """
-        self.reads(gwarp, at, size, line)
-        cells, row = self.cells(at, size), self.row[gwarp]
-        other, when = self.wrote[cells], self.wrote_at[cells]
-        writer = row // self.clocks * self.clocks + other
-        bad = (when > self.fenced[row, other]) & (when > self.fenced[writer, other]) & (other != self.W)
-        self.hazard("async", bad, cells, gwarp, f"has {what} read a store", other, "that nobody fenced", line)
-        self.use(at, size, 1)
+        cells, other, when = self.reads(gwarp, at, size, line)
+        row = self.row[gwarp]
+        bad = (when > self.fenced[row, other]) & (other != self.W)
+        if bad.any():
+            bad &= when > self.fenced[row // self.clocks * self.clocks + other, other]
+            self.hazard("async", bad, cells, gwarp, f"has {what} read a store", other, "that nobody fenced", line)
+        self.use(cells, 1)
 
     def begins_async(self, cta):
         """Return the time at which a block's TMA copy begins; to know of a copy is to know of all earlier copies."""
@@ -121,11 +125,12 @@ class Clocks(Lanes):
         if fenced and ((when > self.fenced[row, other]) & (when > self.fenced[maker, other])).any():
             self.report.add("unfenced mbarrier", line, f"{what} of warp {other} that nobody fenced")
 
-    def use(self, at, size, by):
-        """Count the wgmma and TMA accesses that use a byte range: by = 1 begins one, by = -1 ends one."""
-        np.add.at(self.used, self.cells(at, size).reshape(-1), S32(by))  # equal dtypes are 40 times as fast
+    def use(self, cells, by):
+        """Count the wgmma and TMA accesses that use cells: by = 1 begins one, by = -1 ends one."""
+        np.add.at(self.used, cells.reshape(-1), S32(by))  # equal dtypes are 40 times as fast
 
     def release(self, gwarp, at, size):
         """End the use of byte ranges by wgmma or TMA, which read them until now."""
-        self.use(at, size, -1)
-        self.read_at[gwarp % self.W, self.cells(at, size)] = self.knows[self.row[gwarp], gwarp % self.W]
+        cells, warp = self.cells(at, size), gwarp % self.W
+        self.use(cells, -1)
+        self.read_at[warp, cells] = self.knows[self.row[gwarp], warp]

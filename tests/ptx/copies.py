@@ -28,7 +28,7 @@ class Copies(GlobalMemory, SharedMemory):
         reading = count > 0 if m is None else (count > 0) & m
         data = self.load_global(reading, source, source_offset, U32, size // 4, line)[:, lanes]
         self.writes(self.gwarp[lanes], at, size, line)
-        self.use(at, size, 1)
+        self.use(self.cells(at, size), 1)
         self._fill(at, np.full_like(data, 0xFFFFFFFF))
         self.copies.append(Flight(lanes, self.committed[lanes], at, line, data.T))
 
@@ -40,7 +40,7 @@ class Copies(GlobalMemory, SharedMemory):
         done, self.copies = waited(self.copies, self.committed - count, m)
         for copy in done:
             size = 4 * copy.data.shape[1]
-            self.use(copy.at, size, -1)
+            self.use(self.cells(copy.at, size), -1)
             self.writes(self.gwarp[copy.lane], copy.at, size, copy.line)
             self._fill(copy.at, copy.data.T)
 
