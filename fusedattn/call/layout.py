@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .private import holds
+from .private import holds, known
 
 
 def is_contiguous(tensor: Tensor) -> bool:
@@ -98,9 +98,9 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 def narrow(tensor: Any) -> Any:
     """Undo an expand: keep one element along each dimension with stride 0. None stays None."""
-    if tensor is None or 0 not in tensor.stride():
+    if tensor is None or not any(shared := [known(step == 0, False) for step in tensor.stride()]):
         return tensor
-    return tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()])]
+    return tensor[tuple([slice(0, 1) if alike else slice(None) for alike in shared])]
 
 
 def own_storage(tensor: Tensor) -> Tensor:
