@@ -9,7 +9,6 @@ from .cases import PAPER, Case
 from .rows import Row
 
 ON_A_CPU = "These times are of a CPU. They say nothing about the kernels, which need an NVIDIA GPU."
-RATIO, MORE_US = 1.10, 100.0  # the aim: a CPU call takes at most RATIO times PyTorch's time, or MORE_US longer
 
 
 def reason(row: Row) -> str:
@@ -65,18 +64,15 @@ def last_runs(rows: Sequence[Row], providers: Sequence[str]) -> list[list[Row]]:
     return list(last.values())
 
 
-def differ(one: Row, other: Row) -> bool:
-    """Return True if the 20% to 80% ranges of two times do not overlap."""
-    return one.ms_p80 < other.ms_p20 or other.ms_p80 < one.ms_p20
-
-
-def words(ratio: float, clear: bool = True) -> str:
+def words(ratio: float) -> str:
     """Return the ratio of another provider's time to fusedattn's in words, such as "1.20x faster"."""
-    if not clear:
-        return "within noise"
-    if f"{ratio:.2f}" == "1.00":
-        return "as fast"
-    return f"{ratio:.2f}x faster" if ratio > 1 else f"{1 / ratio:.2f}x slower"
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+
+
+def beside(row: Row, ours: Row) -> str:
+    """Return how fast fusedattn is beside a row, in words; "within noise" if the 20% to 80% ranges overlap."""
+    apart = row.ms_p80 < ours.ms_p20 or ours.ms_p80 < row.ms_p20
+    return words(row.ms_p50 / ours.ms_p50) if apart else "within noise"
 
 
 def count(number: int, of: str) -> str:
@@ -84,54 +80,38 @@ def count(number: int, of: str) -> str:
 
 
 class Standing(NamedTuple):
-    """Comparison of fusedattn's times with another provider's, in one mode, for the cases that both have run."""
+    """Ratios of another provider's times to fusedattn's, in one mode, for the cases that both have run."""
 
     mode: str
-    ours: str
     other: str
     cases: int
-    faster: int  # cases in which fusedattn is faster and the times `differ`
-    within_noise: int  # cases in which the times do not `differ`
-    median: float  # median ratio of the other provider's time to fusedattn's; least, most: the extremes
+    median: float
     least: float
     most: float
 
     @property
     def text(self) -> str:
-        speed = words(self.median, clear=2 * self.within_noise < self.cases)
-        speed += {"within noise": " of", "as fast": " as"}.get(speed, " than")
-        counts = "median of {cases} cases, clearly faster in {faster}, within noise in {within_noise}"
-        counts = f" ({counts.format_map(self._asdict())})" * (self.cases > 1)
-        return f"{self.mode}: {self.ours} is {speed} {self.other}{counts}"
+        cases = f"median of {count(self.cases, 'case')}, {self.least:.2f} to {self.most:.2f}"
+        return f"{self.mode}: fusedattn is {words(self.median)} than {self.other} ({cases})"
 
 
-def standings(rows: Sequence[Row]) -> tuple[list[Standing], list[Standing]]:
-    """Return the Standings of each mode against each case's fastest other provider, and against each provider."""
-    best, each = collections.defaultdict(list), collections.defaultdict(list)
-    for some, mine, other in compared(rows):
-        best[mine.mode].append((mine, other))
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    """Return the Standing of each mode and other provider."""
+    ratios = collections.defaultdict(list)
+    for some, mine, _ in compared(rows):
         for row in some:
             if not is_ours(row) and row.ms_p50 != "":
-                each[mine.mode, row.provider].append((mine, row))
-    return list(map(_standing, best.values())), list(map(_standing, each.values()))
-
-
-def _standing(pairs):
-    names = (collections.Counter(row.provider for row in some).most_common() for some in zip(*pairs, strict=True))
-    ours, others = (", ".join(name for name, _ in each) for each in names)
-    ratios, clear = [other.ms_p50 / mine.ms_p50 for mine, other in pairs], [differ(*pair) for pair in pairs]
-    faster = sum(differs and ratio > 1 for differs, ratio in zip(clear, ratios, strict=True))
-    counts = len(pairs), faster, len(pairs) - sum(clear)
-    return Standing(pairs[0][0].mode, ours, others, *counts, statistics.median(ratios), min(ratios), max(ratios))
+                ratios[mine.mode, row.provider].append(row.ms_p50 / mine.ms_p50)
+    return [Standing(*key, len(x), statistics.median(x), min(x), max(x)) for key, x in ratios.items()]
 
 
 def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
     """Yield the text of a run: a line for each row, by mode and case; the reasons for wrong results; a summary."""
-    width, (speed, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
+    width, (name, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for some in groups(rows):
         mode, mine = some[0].mode, fastest(some, ours=True)
         if mode != last:
-            heads = "".join(f"{head:>10}" for head in ("ms", speed, "GB/s", "MiB"))
+            heads = "".join(f"{head:>10}" for head in ("ms", name, "GB/s", "MiB"))
             yield f"\n{mode.upper().replace('_', ' + '):<{width + 2}}{heads}{'fusedattn is':>16}{'error':>9}"
             last = mode
         yield some[0].case.name
@@ -141,10 +121,10 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
                 continue
             numbers = row.ms_p50, factor * row.tflops, row.gbps, row.peak_mib
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
-            beside = "" if mine is None or is_ours(row) else words(row.ms_p50 / mine.ms_p50, differ(row, mine))
+            speed = "" if mine is None or is_ours(row) else beside(row, mine)
             right = "FAIL" if row.status == "wrong" else reason(row)
             found = "" if row.err_max == "" else f"{row.err_max:.1e}"
-            yield f"  {row.provider:<{width}}{cells}{beside:>16}{found:>9} {right}"
+            yield f"  {row.provider:<{width}}{cells}{speed:>16}{found:>9} {right}"
     yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error is the largest, against float64.\n"
     for row, why in zip(rows, whys, strict=False):
         if why:
@@ -157,14 +137,7 @@ def wrong(rows: Sequence[Row]) -> list[Row]:
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
-    best, each = standings(rows)
-    said = [one.text for one in each]
-    # If one provider is the fastest in all cases, the sentence about this provider is enough.
-    several = [one for one in best if ", " in one.other]
-    said += [one._replace(other=f"the fastest other of each case ({one.other})").text for one in several]
-    for mode in dict.fromkeys(row.mode for row in rows):
-        if all(one.mode != mode for one in best):
-            said.append(f"{mode}: no comparison: no case has both a right result of fusedattn and another's time")
+    said = [one.text for one in standings(rows)]
     held = [row for row in rows if row.status in ("ok", "wrong")]
     ours, bad = sum(map(is_ours, held)), len(wrong(rows))
     others, others_bad = len(held) - ours, sum(row.status == "wrong" for row in held) - bad
@@ -175,12 +148,3 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     missing = sum(row.ms_p50 == "" for row in rows)
     said += [f"{missing} of {count(len(rows), 'row')} could not be measured; their lines say why"] * bool(missing)
     return said + [ON_A_CPU] * any(row.gpu == "cpu" and is_ours(row) for row in rows)
-
-
-def over_promise(rows: Sequence[Row]) -> list[str]:
-    """Return the CPU calls that are slower than our aim (RATIO, MORE_US), as text."""
-    return [
-        f"{mine.case.name} {mine.mode}: {mine.ms_p50:.3f} ms beside {other.ms_p50:.3f} ms of {other.provider}"
-        for _, mine, other in compared(rows, without="naive")
-        if mine.ms_p50 > max(RATIO * other.ms_p50, other.ms_p50 + MORE_US / 1e3)
-    ]

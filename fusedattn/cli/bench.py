@@ -66,8 +66,6 @@ def run(arguments, output: Output) -> int:
 
     for line in report.lines(written, whys):
         output.say(line)
-    for text in report.over_promise(written) if device == "cpu" else ():
-        output.say(f"slower than the aim on a CPU: {text}")
     if picture and plot.drawable(written):
         try:
             plot.figure(written).savefig(picture, format="png")
@@ -80,10 +78,10 @@ def run(arguments, output: Output) -> int:
         picture = None
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)
     output.say(f"{len(written)} of {total} rows ({seconds} s).")
-    fastest, each = ([one._asdict() for one in some] for some in report.standings(written))
     plain = [{x: None if value == "" else value for x, value in row._asdict().items()} for row in written]
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
-    verdict = dict(text=report.sentences(written), fastest=fastest, each=each)
+    each = [one._asdict() for one in report.standings(written)]
+    verdict = dict(text=report.sentences(written), each=each)
     answer = dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
     answer |= dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
     output.finish(answer | dict(verdict=verdict, csv=path, picture=picture))

@@ -54,25 +54,14 @@ def test_the_rows_of_a_cpu_are_right():
     assert all(row.status == "ok" for row in written) and len(report.groups(written)) > 50
 
 
-def test_the_promise_for_a_cpu():
-    def over(ours, theirs, name="sdpa"):
-        return bool(report.over_promise([made(CASE, "fusedattn:cpu", ours), made(CASE, name, theirs)]))
-
-    assert over(2.21, 2.0) and not over(2.19, 2.0)
-    assert over(0.201, 0.1) and not over(0.199, 0.1)
-    assert not over(9.0, 1.0, "naive"), "the formula is no promise"
-
-
 def test_a_standing_is_of_cases_that_both_ran():
     others = [CASE._replace(causal=True), CASE._replace(Sq=64, Sk=64)]
     some = [made(CASE, "fusedattn:cpu", 1.0), made(CASE, "sdpa", 2.0), made(CASE, "naive", 3.0)]
     some += [made(others[0], "fusedattn:cpu", 4.0), made(others[0], "sdpa", 2.0)]
     some += [made(others[1], "fusedattn:cpu", 1.0, status="wrong"), made(others[1], "sdpa", 9.0)]
-    best, each = report.standings(some)
-    assert [one[2:] for one in best] == [("sdpa", 2, 1, 0, 1.25, 0.5, 2.0)]
-    assert [one[2:] for one in each] == [("sdpa", 2, 1, 0, 1.25, 0.5, 2.0), ("naive", 1, 1, 0, 3.0, 3.0, 3.0)]
-    (one,), _ = report.standings([made(CASE, "fusedattn", 1.0, spread=0.5), made(CASE, "sdpa", 1.2, spread=0.5)])
-    assert (one.faster, one.within_noise) == (0, 1) and "within noise" in one.text
+    assert [one[1:] for one in report.standings(some)] == [("sdpa", 2, 1.25, 0.5, 2.0), ("naive", 1, 3.0, 3.0, 3.0)]
+    near = [made(CASE, "fusedattn", 1.0, spread=0.5), made(CASE, "sdpa", 1.2, spread=0.5)]
+    assert "within noise" in "".join(report.lines(near))
 
 
 def test_the_text_has_each_row_and_what_is_wrong():

@@ -34,11 +34,10 @@ def test_json_has_every_row_and_the_verdict(capsys):
         assert [row[name] for name in "B Hq Hkv Sq Sk D causal".split()] == [1, 2, 1, 24, 40, 16, 0]
         assert row["ms_p50"] == 2.0 and row["tflops"] > 0 and row["peak_mib"] is None and row["err_max"] >= 0
     for one in found["verdict"]["each"]:
-        assert (one["cases"], one["median"], one["within_noise"]) == (2, 1.0, 2)
+        assert (one["cases"], one["median"]) == (2, 1.0)
     assert [(one["mode"], one["other"]) for one in found["verdict"]["each"]] == [
         (mode, other) for mode in ("forward", "backward") for other in ("naive", "sdpa:math")
     ]
-    assert [one["mode"] for one in found["verdict"]["fastest"]] == ["forward", "backward"]
 
 
 def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
