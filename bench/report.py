@@ -91,8 +91,8 @@ class Standing(NamedTuple):
 
     @property
     def text(self) -> str:
-        cases = f"median of {count(self.cases, 'case')}, {self.least:.2f} to {self.most:.2f}"
-        return f"{self.mode}: fusedattn is {words(self.median)} than {self.other} ({cases})"
+        cases = f" (median of {self.cases} cases; ratios {self.least:.2f} to {self.most:.2f})" * (self.cases > 1)
+        return f"{self.mode}: fusedattn is {words(self.median)} than {self.other}{cases}"
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
