@@ -34,22 +34,11 @@ class Model(nn.Module):
         self.encoder = fa.layers.TransformerEncoder(LAYERS, WIDTH, HEADS, 4 * WIDTH, DROPOUT, causal=True)
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
-    def inputs(self, tokens):
-        """Return, for tokens (B, S), the input of each encoder layer and of the output head."""
-        xs = [self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]]
-        for layer in self.encoder.layers:
-            xs.append(layer(xs[-1]))
-        return xs
+    def embed(self, tokens):
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
     def forward(self, tokens):
-        return self.head(self.inputs(tokens)[-1])
-
-
-def heads_of(layer, x):
-    """Return query, key and value, each (B, H, S, D), of a layer's attention for the layer's input x."""
-    x, attention = layer.layer_norm_1(x), layer.attention
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    return [project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections]
+        return self.head(self.encoder(self.embed(tokens)))
 
 
 def loss_of(logits, windows, **options):
@@ -124,8 +113,9 @@ def time_attention(device):
 def draw(path, points, model, prompt):
     from matplotlib.figure import Figure
 
-    heads = heads_of(model.encoder.layers[-1], model.inputs(prompt)[-2])
-    _, weights = fa.attention(*heads, causal=True, return_weights=True)  # (1, H, S, S)
+    *layers, last = model.encoder.layers
+    x = nn.Sequential(*layers)(model.embed(prompt))
+    _, weights = last.attention(last.layer_norm_1(x), need_weights=True)  # (1, H, S, S)
     figure = Figure(figsize=(13.2, 7.0), dpi=150, layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 2.2))
     axes, (steps, *losses) = left.subplots(), zip(*points, strict=True)
