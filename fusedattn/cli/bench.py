@@ -53,14 +53,11 @@ def run(arguments, output: Output) -> int:
                     written.append(row)
                     whys.append(why)
                     if path is not None:
-                        try:
-                            rows.append(path, row)
-                        except OSError as error:  # a full disk
-                            raise Problem(f"csv: cannot write {path}: {error.strerror or error}") from error
+                        rows.append(path, row)
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem, OSError) as error:  # show the rows so far
+    except (KeyboardInterrupt, Problem, OSError) as error:  # OSError: a full disk. Show the rows so far.
         ended = error
     complete = ended is None
 
