@@ -18,7 +18,7 @@ ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and wi
 
 
 def drawable(written):
-    return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
+    return [row for row in written if row.tflops != "" and not (is_ours(row) and row.wrong)]
 
 
 def figure(written):

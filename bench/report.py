@@ -21,7 +21,7 @@ def is_ours(row: Row) -> bool:
 
 def fastest(rows: Sequence[Row], ours: bool) -> Row | None:
     """Return the fastest timed row, or None. ours: among fusedattn's rows that are not wrong, else other providers'."""
-    usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.status == "wrong"))
+    usable = (row for row in rows if row.ms_p50 != "" and is_ours(row) == ours and not (ours and row.wrong))
     return min(usable, key=lambda row: row.ms_p50, default=None)
 
 
@@ -105,8 +105,8 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     return [Standing(*key, len(x), statistics.median(x), min(x), max(x)) for key, x in ratios.items()]
 
 
-def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of a run: a line for each row, by mode and case; the reasons for wrong results; a summary."""
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the text of a run: a line for each row, by mode and case; a summary."""
     width, (name, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
     for some in groups(rows):
         mode, mine = some[0].mode, fastest(some, ours=True)
@@ -122,25 +122,21 @@ def lines(rows: Sequence[Row], whys: Sequence[str] = ()) -> Iterator[str]:
             numbers = row.ms_p50, factor * row.tflops, row.gbps, row.peak_mib
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
             speed = "" if mine is None or is_ours(row) else beside(row, mine)
-            right = "FAIL" if row.status == "wrong" else reason(row)
             found = "" if row.err_max == "" else f"{row.err_max:.1e}"
-            yield f"  {row.provider:<{width}}{cells}{speed:>16}{found:>9} {right}"
+            yield f"  {row.provider:<{width}}{cells}{speed:>16}{found:>9} {reason(row)}"
     yield "\nCases are B,Hq,Hkv,Sq,Sk,D; ms is the median; error is the largest, against float64.\n"
-    for row, why in zip(rows, whys, strict=False):
-        if why:
-            yield f"FAIL {row.provider}, {row.mode}, {row.case.name}: {why}"
     yield from sentences(rows)
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.status == "wrong" and is_ours(row)]
+    return [row for row in rows if row.wrong and is_ours(row)]
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
     said = [one.text for one in standings(rows)]
-    held = [row for row in rows if row.status in ("ok", "wrong")]
+    held = [row for row in rows if row.status == "ok" or row.wrong]
     ours, bad = sum(map(is_ours, held)), len(wrong(rows))
-    others, others_bad = len(held) - ours, sum(row.status == "wrong" for row in held) - bad
+    others, others_bad = len(held) - ours, sum(row.wrong for row in held) - bad
     if ours:
         said.append(f"fusedattn: {ours - bad} of {count(ours, 'result')} right by the tests' rule against float64")
         said[-1] += f"; {bad} WRONG" * bool(bad)

@@ -26,6 +26,10 @@ class Row(collections.namedtuple("Row", COLUMNS)):
     def case(self) -> Case:
         return Case(*(getattr(self, name) for name in Case._fields))._replace(causal=bool(self.causal))
 
+    @property
+    def wrong(self) -> bool:
+        return self.status.startswith("wrong")
+
 
 def _output(*command):
     try:

@@ -107,7 +107,7 @@ def time_attention(device):
         some.append(Case(4, 16, 16, 2048, 2048, 64, 64, True, "bfloat16"))
     names, modes = ("fusedattn", "naive", "sdpa"), ("forward", "forward_backward")
     timed = measure.measure(rows.machine(device), some, names, modes, device)
-    print(*report.lines([row for row, _ in timed]), sep="\n")
+    print(*report.lines([*timed]), sep="\n")
 
 
 def draw(path, points, model, prompt):

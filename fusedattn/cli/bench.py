@@ -45,13 +45,12 @@ def run(arguments, output: Output) -> int:
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
     output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")
 
-    about, written, whys, ended = rows.machine(device, arguments.commit), [], [], None
+    about, written, ended = rows.machine(device, arguments.commit), [], None
     try:
         with output.progress("measuring", total) as advance:
             for some, names, modes in work:
-                for row, why in measure.measure(about, some, names, modes, device, BUDGET_MS[device]):
+                for row in measure.measure(about, some, names, modes, device, BUDGET_MS[device]):
                     written.append(row)
-                    whys.append(why)
                     if path is not None:
                         rows.append(path, row)
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
@@ -61,7 +60,7 @@ def run(arguments, output: Output) -> int:
         ended = error
     complete = ended is None
 
-    for line in report.lines(written, whys):
+    for line in report.lines(written):
         output.say(line)
     if picture and plot.drawable(written):
         try:
@@ -80,8 +79,7 @@ def run(arguments, output: Output) -> int:
     each = [one._asdict() for one in report.standings(written)]
     verdict = dict(text=report.sentences(written), each=each)
     answer = dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
-    answer |= dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
-    output.finish(answer | dict(verdict=verdict, csv=path, picture=picture))
+    output.finish(answer | dict(rows=plain, verdict=verdict, csv=path, picture=picture))
     if ended:
         raise ended
     return 0 if ok else 1

@@ -23,7 +23,7 @@ def _no_compiler(monkeypatch):
 
 
 def measured(some, names=FEW, modes=measure.MODES):
-    return [row for row, _ in measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
+    return [*measure.measure(rows.machine("cpu"), some, names, modes, "cpu")]
 
 
 def statuses(some, names=FEW, modes=measure.MODES):
@@ -149,7 +149,7 @@ def test_a_wrong_answer_is_found(what, monkeypatch):
     function, options, modes = WRONG[what]
     monkeypatch.setitem(providers.PROVIDERS, "fusedattn+wrong", lambda case, tensors: function)
     found = measured([TINY._replace(options=options)], ["fusedattn+wrong"])
-    assert {row.mode for row in found if row.status == "wrong"} == modes
+    assert {row.mode for row in found if row.wrong} == modes
     assert all(row.ms_p50 == 2.0 for row in found)
 
 
@@ -159,7 +159,7 @@ def test_a_wrong_answer_of_packed_sequences_and_caches_is_found(name, function, 
     monkeypatch.setattr(fa, function, lambda *x, **options: 1.02 * right(*x, **options))
     some, names, _ = QUESTIONS[name].here("cpu")
     found = measured([smaller(some[0])], names[:1], ["forward"])
-    assert [row.status for row in found] == ["wrong"]
+    assert [row.wrong for row in found] == [True]
 
 
 def test_turns_alternate_and_are_cpu_time():
