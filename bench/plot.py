@@ -11,7 +11,7 @@ import textwrap
 
 from . import rows
 from .cases import DTYPES
-from .report import is_ours, kind, last_runs, unit
+from .report import is_ours, kind, last_runs
 
 MARKERS = "os^DvP<X>"
 ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and width and height of a panel in inches
@@ -27,7 +27,7 @@ def figure(written):
 
     if not (timed := drawable(written)):
         raise ValueError("no row has a speed to draw")
-    panels, (name, factor) = collections.defaultdict(list), unit(timed)
+    panels = collections.defaultdict(list)
     for row in sorted(timed, key=lambda row: (row.mode != "forward", row.mode, row.causal, row.D)):
         panels[row.mode, kind(row.case)].append(row)
     panels = {key: some for key, some in panels.items() if len({row.Sk for row in some}) > 1} or panels
@@ -39,13 +39,13 @@ def figure(written):
     axes = [*drawn.subplots(down, across, squeeze=False).flat]
     for ax, ((mode, case), some) in zip(axes, panels.items(), strict=False):
         for i, provider in enumerate(names):
-            points = sorted({row.Sk: factor * row.tflops for row in some if row.provider == provider}.items())
+            points = sorted({row.Sk: row.tflops for row in some if row.provider == provider}.items())
             if points:
                 ax.plot(*zip(*points, strict=True), f"C{i}{MARKERS[i % len(MARKERS)]}-", label=provider)
         lengths = sorted({row.Sk for row in some})
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, map(str, lengths))
-        ax.set(ylim=(0, 1.1 * ax.get_ylim()[1]), xlabel="sequence length (tokens)", ylabel=name)
+        ax.set(ylim=(0, 1.1 * ax.get_ylim()[1]), xlabel="sequence length (tokens)", ylabel="TFLOP/s")
         ax.set_title(_title(mode, case), fontsize=10)
         ax.grid(alpha=0.4)
     for ax in axes[len(panels) :]:

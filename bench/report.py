@@ -30,12 +30,6 @@ def kind(case: Case) -> Case:
     return case._replace(B=0, Sq=0 if case.Sq == case.Sk else case.Sq, Sk=0)
 
 
-def unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return (unit of speed for the rows, factor from TFLOP/s to this unit)."""
-    most = max((row.tflops for row in rows if row.tflops != ""), default=1.0)
-    return ("TFLOP/s", 1.0) if most >= 1.0 else ("GFLOP/s", 1e3)
-
-
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Return the rows of each mode and case of a run, sorted by mode, `kind` and length."""
     grouped = collections.defaultdict(list)
@@ -75,10 +69,6 @@ def beside(row: Row, ours: Row) -> str:
     return words(row.ms_p50 / ours.ms_p50) if apart else "within noise"
 
 
-def count(number: int, of: str) -> str:
-    return f"{number} {of}{'s' * (number != 1)}"
-
-
 class Standing(NamedTuple):
     """Ratios of another provider's times to fusedattn's, in one mode, for the cases that both have run."""
 
@@ -107,11 +97,11 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the text of a run: a line for each row, by mode and case; a summary."""
-    width, (name, factor), last = max((len(row.provider) for row in rows), default=0), unit(rows), ""
+    width, last = max((len(row.provider) for row in rows), default=0), ""
     for some in groups(rows):
         mode, mine = some[0].mode, fastest(some, ours=True)
         if mode != last:
-            heads = "".join(f"{head:>10}" for head in ("ms", name, "GB/s", "MiB"))
+            heads = "".join(f"{head:>10}" for head in ("ms", "TFLOP/s", "GB/s", "MiB"))
             yield f"\n{mode.upper().replace('_', ' + '):<{width + 2}}{heads}{'fusedattn is':>16}{'error':>9}"
             last = mode
         yield some[0].case.name
@@ -119,7 +109,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             if row.ms_p50 == "":
                 yield f"  {row.provider:<{width}}   {reason(row)}"
                 continue
-            numbers = row.ms_p50, factor * row.tflops, row.gbps, row.peak_mib
+            numbers = row.ms_p50, row.tflops, row.gbps, row.peak_mib
             cells = "".join(f"{'' if x == '' else format(x, '.4g'):>10}" for x in numbers)
             speed = "" if mine is None or is_ours(row) else beside(row, mine)
             found = "" if row.err_max == "" else f"{row.err_max:.1e}"
@@ -138,9 +128,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     ours, bad = sum(map(is_ours, held)), len(wrong(rows))
     others, others_bad = len(held) - ours, sum(row.wrong for row in held) - bad
     if ours:
-        said.append(f"fusedattn: {ours - bad} of {count(ours, 'result')} right by the tests' rule against float64")
+        said.append(f"fusedattn: {ours - bad} of {ours} results right by the tests' rule against float64")
         said[-1] += f"; {bad} WRONG" * bool(bad)
-    said += [f"Others: {others_bad} of {count(others, 'result')} not right by that rule"] * bool(others_bad)
+    said += [f"Others: {others_bad} of {others} results not right by that rule"] * bool(others_bad)
     missing = sum(row.ms_p50 == "" for row in rows)
-    said += [f"{missing} of {count(len(rows), 'row')} could not be measured; their lines say why"] * bool(missing)
+    said += [f"{missing} of {len(rows)} rows could not be measured; their lines say why"] * bool(missing)
     return said + [ON_A_CPU] * any(row.gpu == "cpu" and is_ours(row) for row in rows)

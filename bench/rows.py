@@ -15,8 +15,8 @@ from .cases import Case
 
 _MACHINE = "commit date gpu driver cuda torch triton python".split()
 _MEASURED = "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager".split()
-COLUMNS = (*_MACHINE, "mode", "provider", "dtype", *"B Hq Hkv Sq Sk D Dv causal options".split(), *_MEASURED, "status")
 _COUNTS = "B Hq Hkv Sq Sk D Dv causal".split()
+COLUMNS = (*_MACHINE, "mode", "provider", "dtype", *_COUNTS, "options", *_MEASURED, "status")
 
 
 class Row(collections.namedtuple("Row", COLUMNS)):

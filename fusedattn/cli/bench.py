@@ -43,7 +43,7 @@ def run(arguments, output: Output) -> int:
     if not (total := sum(len(some) * len(names) * len(modes) for some, names, modes in work)):
         raise Problem("no case fits all of the options: change --providers, --causal or --shape")
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
-    output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")
+    output.say(f"{total} rows on {name}, torch {torch.__version__}.")
 
     about, written, ended = rows.machine(device, arguments.commit), [], None
     try:

@@ -79,7 +79,7 @@ def test_the_text_has_each_row_and_what_is_wrong():
     assert "3.6e-04" in ours and "2.00x faster" in theirs and theirs.endswith("wrong")
     assert any(line.startswith("  naive") and "out of memory" in line for line in lines)
     assert any(line.startswith("  fusedattn:cpu") and line.endswith("wrong: key: too far") for line in lines)
-    assert "1 of 2 results right" in text and "1 WRONG" in text and "1 of 1 result not right" in text
+    assert "1 of 2 results right" in text and "1 WRONG" in text and "1 of 1 results not right" in text
     assert report.wrong(some) == some[3:]
 
 

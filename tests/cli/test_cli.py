@@ -110,7 +110,7 @@ def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
     absent = "assert not {'triton', 'rich', 'matplotlib'} & {*sys.modules}"
     run = f"sys.exit(any([main(each) for each in {(['info'], QUICK, ONE)}]))"
     printed = run_python("-c", f"import sys; from fusedattn.cli import main; {absent}; {gone}; {run}")
-    assert "5 of 5 results" in printed and "1 of 1 result right" in printed
+    assert "5 of 5 results" in printed and "1 of 1 results right" in printed
 
 
 CASES = ", ".join(case.name for case in grid.CASES)
