@@ -13,8 +13,8 @@ from . import machine
 from .output import Output, Problem, check_file, check_names
 
 BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # milliseconds for measuring one provider
-MODULES = QUESTIONS["module"].providers
-PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS]}
+MODULES = QUESTIONS["cpu"]["module"][1]
+PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS["cpu"]]}
 QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths Sq
 USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
@@ -90,11 +90,11 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     if "graph" in asked and device == "cpu":
         raise Problem(f"mode: expected some of {', '.join(measure.MODES)}, got graph: a CUDA graph needs a GPU")
-    questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
+    questions = _list("question", arguments.questions, PRESETS["full"]) or PRESETS[preset]
     given = [f"{name} {x}" for name in ("questions", "preset", "shape") if (x := getattr(arguments, name))]
     if len(given) > 1:
         raise Problem(f"question: expected questions, --preset or --shape, but not two, got {' and '.join(given)}")
-    work: list = [QUESTIONS[question].here(device) for question in questions]
+    work: list = [QUESTIONS[device][question] for question in questions]
     if preset == "quick" and not arguments.questions:
         work = [([x for x in some if x.Sq in QUICK[device]], *rest) for some, *rest in work]
     if arguments.shape:

@@ -36,9 +36,9 @@ def smaller(case):
     return case._replace(Sq=min(case.Sq, 48), Sk=keys, dtype="float32", **sizes)
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", QUESTIONS["cpu"])
 def test_every_question_is_measured_and_right_on_a_cpu(name):
-    some, names, modes = QUESTIONS[name].here("cpu")
+    some, names, modes = QUESTIONS["cpu"][name]
     tiny = list(dict.fromkeys(map(smaller, some)))
     found = measured(tiny, names, modes)
     assert len(found) == len(tiny) * len(names) * len(modes)
@@ -50,9 +50,9 @@ def test_every_question_is_measured_and_right_on_a_cpu(name):
         assert (row.gbps != "") == (row.mode == "forward")
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", QUESTIONS["cpu"])
 def test_ours_is_right_in_every_case_of_a_gpu(name):
-    some, names, modes = QUESTIONS[name].here("cuda")
+    some, names, modes = QUESTIONS["cuda"][name]
     ours = [each for each in names if each.startswith("fusedattn") and "pages=256" not in each]
     kinds = {(smaller(case)._replace(B=2), case.options.partition("=")[0]): smaller(case) for case in some}
     found = measured([*kinds.values()], ours, [mode for mode in modes if mode != "graph"])
@@ -157,7 +157,7 @@ def test_a_wrong_answer_is_found(what, monkeypatch):
 def test_a_wrong_answer_of_packed_sequences_and_caches_is_found(name, function, monkeypatch):
     right = getattr(fa, function)
     monkeypatch.setattr(fa, function, lambda *x, **options: 1.02 * right(*x, **options))
-    some, names, _ = QUESTIONS[name].here("cpu")
+    some, names, _ = QUESTIONS["cpu"][name]
     found = measured([smaller(some[0])], names[:1], ["forward"])
     assert [row.wrong for row in found] == [True]
 

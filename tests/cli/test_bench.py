@@ -118,7 +118,7 @@ def test_presets_are_questions(where):
         work = chosen("--preset", preset, device=where)
         assert len(work) == len(names)
         for name, (some, providers_, modes) in zip(names, work, strict=True):
-            every, usual, asked = QUESTIONS[name].here(where)
+            every, usual, asked = QUESTIONS[where][name]
             assert some and {*some} <= {*every} and (providers_, modes) == ([*usual], [*asked])
             assert len(some) == len(every) or preset == "quick"
     assert chosen() == chosen("--preset", "quick")
