@@ -1,4 +1,4 @@
-"""Builds the source archive and the wheel twice, and keeps them if equal: python .ci/dist.py [--into dist]
+"""Builds the source archive and the wheel of HEAD twice, and keeps them if equal: python .ci/dist.py [--into dist]
 
 Times (SOURCE_DATE_EPOCH, or the commit's), order, owners and permissions of files depend only on the sources. The bytes
 still depend on the versions of zlib and setuptools; releases use the setuptools of .ci/setuptools.txt.
@@ -12,7 +12,6 @@ import io
 import os
 import pathlib
 import shutil
-import stat
 import subprocess
 import sys
 import tarfile
@@ -30,32 +29,7 @@ OTHER = dict(TZ="Pacific/Kiritimati", LC_ALL="C", PYTHONHASHSEED="7", HOME="/") 
 
 
 def git(*arguments):
-    """Return the output of git, or None outside a repository: an unpacked source archive has none."""
-    if not (ROOT / ".git").exists():
-        return None
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def sources():
-    """Return the names of the repository's files; in an unpacked source archive, the names that SOURCES.txt lists."""
-    tracked = git("ls-files", "-z")
-    listed = ROOT / "fusedattn.egg-info" / "SOURCES.txt"
-    names = listed.read_text().splitlines() if tracked is None else tracked.split("\0")
-    names = [name for name in names if name and not name.startswith("fusedattn.egg-info/")]
-    return sorted(name for name in names if (ROOT / name).is_file())
-
-
-def copy(names, into):
-    """Copy files of the repository into a folder, with mode 755 or 644 whatever the umask."""
-    for name in names:
-        target = into / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, target)
-        target.chmod(mode_of((ROOT / name).stat().st_mode))
-
-
-def mode_of(mode):
-    return 0o755 if mode & stat.S_IXUSR else 0o644
 
 
 def build(kind, source, into, seconds, **environment):
@@ -80,13 +54,15 @@ def rewrite(path, seconds):
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, (mode, content) in sorted(files.items()):
                 entry = tarfile.TarInfo(name)
-                entry.size, entry.mtime, entry.mode = len(content), seconds, mode_of(mode)
+                entry.size, entry.mtime, entry.mode = len(content), seconds, 0o755 if mode & 0o100 else 0o644
                 archive.addfile(entry, io.BytesIO(content))
 
 
 def once(scratch, seconds, **environment):
     """Build the source archive, and the wheel from it; return both."""
-    copy(sources(), scratch / "source")
+    scratch.mkdir(parents=True, exist_ok=True)
+    git("archive", "--output", scratch / "source.tar", "HEAD")
+    shutil.unpack_archive(scratch / "source.tar", scratch / "source")
     sdist = build("sdist", scratch / "source", scratch / "sdist", seconds, **environment)
     shutil.unpack_archive(sdist, scratch / "unpacked")
     (folder,) = (scratch / "unpacked").iterdir()
@@ -97,12 +73,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=pathlib.Path, default=ROOT / "dist", help="folder for the files; emptied first")
     into = parser.parse_args().into.resolve()
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    if forgotten := git("ls-files", "--others", "--exclude-standard", "fusedattn", "kernels", "bench"):
-        sys.exit(f"dist: git does not know {forgotten.split()[0]}: add or remove it")
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fusedattn-dist-"))
-    time = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct")
-    seconds = int(time or (ROOT / "PKG-INFO").stat().st_mtime)
+    seconds = int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct"))
     made = once(scratch / "first", seconds)
     for one, other in zip(made, once(scratch / "somewhere" / "else", seconds, **OTHER), strict=True):
         if one.read_bytes() != other.read_bytes():
@@ -114,8 +86,8 @@ def main():
         print(f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}  {one.stat().st_size} bytes")
     shutil.rmtree(scratch)
     print("Both builds have the same bytes.")
-    if changed:
-        print("dist: warning: there are uncommitted changes")
+    if git("status", "--porcelain"):
+        print("dist: warning: uncommitted changes and files were left out")
     has = importlib.metadata.version("setuptools")
     if f"setuptools=={has} " not in (ROOT / ".ci" / "setuptools.txt").read_text():
         print(f"dist: warning: releases are built with another setuptools than {has}; see .ci/setuptools.txt")

@@ -244,33 +244,26 @@ CPU_DECODE = [Case(1, 8, 8, 1, 1024, 64, 64, False, "float32", "filled=1")]
 CPU_DECODE += [Case(8, 8, 2, 1, 2048, 64, 64, False, "float32", "filled=0.5")]
 CPU_MODULE = [_CPU._replace(Sq=length, Sk=length, options="module") for length in (128, 512)]
 
-
-class Question(NamedTuple):
-    """A group of benchmark cases: the modes to measure, and the cases and providers on a GPU and on a CPU."""
-
-    modes: tuple
-    on_gpu: list[Case]
-    providers: tuple
-    on_cpu: list[Case]
-    cpu_providers: tuple
-
-    def here(self, device: str) -> tuple[list[Case], tuple, tuple]:
-        if torch.device(device).type == "cuda":
-            return self.on_gpu, self.providers, self.modes
-        modes = tuple(mode for mode in self.modes if mode != "graph")
-        return self.on_cpu, self.cpu_providers, tuple("forward_backward" if x == "backward" else x for x in modes)
-
-
 _PEERS = "fusedattn", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "flash-attn", "flex", "naive"
 _PACKED = "fusedattn+packed", "fusedattn", "torch:varlen", "flash-attn+packed", "flex+packed"
 _DECODE = "fusedattn:cache", "sdpa:flash", "sdpa:cudnn", "flash-attn", "fusedattn:pages=256", "fusedattn:pages=16"
 _MODULE = "fusedattn", "fusedattn.compat", "torch.nn"
-_ON_CPU, _BOTH_PASSES = ("fusedattn", "sdpa"), ("forward", "backward")
-QUESTIONS = {
-    "forward": Question(("forward",), PAPER + MORE, _PEERS, CPU_PAPER, (*_ON_CPU, "naive")),
-    "backward": Question(("backward",), PAPER + MORE, _PEERS, CPU_PAPER, _ON_CPU),
-    "options": Question(_BOTH_PASSES, OPTIONS, _PEERS, CPU_OPTIONS, _ON_CPU),
-    "packed": Question(_BOTH_PASSES, PACKED, _PACKED, CPU_PACKED, ("fusedattn+packed", "sdpa")),
-    "decode": Question(("forward", "graph"), DECODE, _DECODE, CPU_DECODE, ("fusedattn:cache", "sdpa+slice")),
-    "module": Question(("forward", "forward_backward"), MODULE, _MODULE, CPU_MODULE, _MODULE),
+_ON_CPU, _WITH_GRADIENTS = ("fusedattn", "sdpa"), ("forward", "forward_backward")
+QUESTIONS = {  # {device: {question: (cases, providers, modes)}}
+    "cuda": {
+        "forward": (PAPER + MORE, _PEERS, ("forward",)),
+        "backward": (PAPER + MORE, _PEERS, ("backward",)),
+        "options": (OPTIONS, _PEERS, ("forward", "backward")),
+        "packed": (PACKED, _PACKED, ("forward", "backward")),
+        "decode": (DECODE, _DECODE, ("forward", "graph")),
+        "module": (MODULE, _MODULE, _WITH_GRADIENTS),
+    },
+    "cpu": {
+        "forward": (CPU_PAPER, (*_ON_CPU, "naive"), ("forward",)),
+        "backward": (CPU_PAPER, _ON_CPU, ("forward_backward",)),
+        "options": (CPU_OPTIONS, _ON_CPU, _WITH_GRADIENTS),
+        "packed": (CPU_PACKED, ("fusedattn+packed", "sdpa"), _WITH_GRADIENTS),
+        "decode": (CPU_DECODE, ("fusedattn:cache", "sdpa+slice"), ("forward",)),
+        "module": (CPU_MODULE, _MODULE, _WITH_GRADIENTS),
+    },
 }

@@ -115,7 +115,7 @@ def compare(results, oracle, eager):
 
 
 def measure(machine, cases, names, modes, device, budget_ms=100.0):
-    """Yield (row, reason why it is wrong or "") for each case, mode and provider. A row's status reports a failure."""
+    """Yield a row for each case, mode and provider. Its status reports a failure."""
     # On a CPU one thread computes and the providers take turns, so that ratios are steady while other programs run.
     on_gpu, threads = torch.device(device).type == "cuda", torch.get_num_threads()
     torch.set_num_threads(threads if on_gpu else 1)
@@ -123,8 +123,8 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
         for case in cases:
             workload = functools.cache(functools.partial(Workload, case, device))
             for mode, some in itertools.product(modes, [[name] for name in names] if on_gpu else [names]):
-                for label, columns, why in _measure(workload, case, mode, some, device, budget_ms):
-                    yield rows.row(machine, mode, label, case, **columns), why
+                for label, columns in _measure(workload, case, mode, some, device, budget_ms):
+                    yield rows.row(machine, mode, label, case, **columns)
                 gc.collect()
                 if on_gpu:
                     torch.cuda.empty_cache()
@@ -133,12 +133,12 @@ def measure(machine, cases, names, modes, device, budget_ms=100.0):
 
 
 def _measure(workload, case, mode, names, device, budget_ms):
-    """Return [(label, columns of the row, reason why the result is wrong or "")], one for each provider."""
+    """Return [(label, columns of the row)], one for each provider."""
     # workload() returns the Workload of the case, or raises if its tensors cannot be drawn.
     found, steps = {}, {}
     with torch.set_grad_enabled(mode in MODES[1:]):
         for name in names:
-            label, columns, why = name, {}, ""
+            label, columns = name, {}
             try:
                 label, call = workload().label(name), workload().call(name)
                 if mode == "graph" and torch.device(device).type != "cuda":
@@ -150,16 +150,16 @@ def _measure(workload, case, mode, names, device, budget_ms):
                     columns["status"] = "unchecked: its dropout has bits of its own"
                 else:
                     columns["err_max"], columns["err_eager"], why = workload().judge(mode, call, result)
-                    columns["status"] = "wrong" if why else "ok"
+                    columns["status"] = f"wrong: {why}" if why else "ok"
                 del result
                 steps[name] = step
             except Exception as error:  # a provider that cannot run still gets a row, with the error as its status
                 columns = dict(status=status(error))
-            found[name] = label, columns, why
+            found[name] = label, columns
         try:
             timed = times(steps, mode, device, budget_ms, lambda name: workload().call(name).inside())
         except Exception as error:
-            timed, found = {}, found | {name: (found[name][0], dict(status=status(error)), "") for name in steps}
+            timed, found = {}, found | {name: (found[name][0], dict(status=status(error))) for name in steps}
     for name, (p20, p50, p80) in timed.items():
         tflops = case.flops(mode) / p50 / 1e9
         gbps = case.moved() / p50 / 1e6 if mode in ("forward", "graph") else ""

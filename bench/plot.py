@@ -11,18 +11,14 @@ import textwrap
 
 from . import rows
 from .cases import DTYPES
-from .providers import PROVIDERS
-from .report import is_ours, kind, last_runs, unit
+from .report import is_ours, kind, last_runs
 
-OURS = "#d1371f"
-OTHERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#7f7f7f", "#cc79a7", "#5a3d8a", "#8c6d31", "#222222")
-LINES, MARKERS = ("-", "--", ":", "-."), "s^DvP<X>"
-LABELS = {"sdpa:cudnn": "cuDNN (sdpa:cudnn)", "sdpa:flash": "FlashAttention-2 (sdpa:flash)"}
+MARKERS = "os^DvP<X>"
 ACROSS, WIDTH, HEIGHT = 3, 3.2, 2.1  # maximum number of panels in a row, and width and height of a panel in inches
 
 
 def drawable(written):
-    return [row for row in written if row.tflops != "" and not (is_ours(row) and row.status == "wrong")]
+    return [row for row in written if row.tflops != "" and not (is_ours(row) and row.wrong)]
 
 
 def figure(written):
@@ -31,51 +27,35 @@ def figure(written):
 
     if not (timed := drawable(written)):
         raise ValueError("no row has a speed to draw")
-    panels, (name, factor) = collections.defaultdict(list), unit(timed)
+    panels = collections.defaultdict(list)
     for row in sorted(timed, key=lambda row: (row.mode != "forward", row.mode, row.causal, row.D)):
         panels[row.mode, kind(row.case)].append(row)
     panels = {key: some for key, some in panels.items() if len({row.Sk for row in some}) > 1} or panels
-    styles, across = _styles([row for some in panels.values() for row in some]), min(ACROSS, len(panels))
+    names = {row.provider: is_ours(row) for some in panels.values() for row in some}
+    names = sorted(names, key=lambda name: (not names[name], name))
+    across = min(ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
-    size = max(7.0, WIDTH * across), HEIGHT * down + 0.9
-    drawn = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
+    drawn = Figure(figsize=(max(7.0, WIDTH * across), HEIGHT * down + 0.9), dpi=150, layout="constrained")
     axes = [*drawn.subplots(down, across, squeeze=False).flat]
     for ax, ((mode, case), some) in zip(axes, panels.items(), strict=False):
-        for provider, style in styles.items():
-            points = sorted({row.Sk: factor * row.tflops for row in some if row.provider == provider}.items())
+        for i, provider in enumerate(names):
+            points = sorted({row.Sk: row.tflops for row in some if row.provider == provider}.items())
             if points:
-                ax.plot(*zip(*points, strict=True), **style, label=LABELS.get(provider, provider))
+                ax.plot(*zip(*points, strict=True), f"C{i}{MARKERS[i % len(MARKERS)]}-", label=provider)
         lengths = sorted({row.Sk for row in some})
         ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, [f"{x // 1024}k" if x % 1024 == 0 else f"{x}" for x in lengths])
-        ax.set_xticks([], minor=True)
-        ax.set(xlim=(lengths[0] / 1.3, lengths[-1] * 1.3), ylim=(0, 1.1 * factor * max(row.tflops for row in some)))
-        ax.set(xlabel="sequence length (tokens)", ylabel=name)
+        ax.set_xticks(lengths, map(str, lengths))
+        ax.set(ylim=(0, 1.1 * ax.get_ylim()[1]), xlabel="sequence length (tokens)", ylabel="TFLOP/s")
         ax.set_title(_title(mode, case), fontsize=10)
-        ax.grid(color="#e6e6e6", linewidth=0.8)
-        ax.tick_params(length=0, labelsize=9)
-        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.grid(alpha=0.4)
     for ax in axes[len(panels) :]:
         ax.remove()
     last = timed[-1]
     where = "a CPU" if last.gpu == "cpu" else last.gpu
     drawn.suptitle(f"Attention on {where}, torch {last.torch}, {last.date[:10]}", fontsize=12)
     lines = {line.get_label(): line for ax in drawn.axes for line in ax.lines}
-    columns = max(1, int(size[0] / 1.5 / max(1, max(map(len, lines)) / 14)))  # 14 letters take 1.5 inches
-    drawn.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
+    drawn.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4, frameon=False)
     return drawn
-
-
-def _styles(timed):
-    """Return {provider: style of its line}, fusedattn first. A provider has the same colour in all plots."""
-    names = dict.fromkeys(row.provider for row in timed)
-    styles = {}
-    for i, name in enumerate(name for name in names if name.startswith("fusedattn")):
-        styles[name] = dict(color=OURS, linestyle=LINES[i % 4], marker="o", linewidth=2.4, zorder=4)
-    for i, name in enumerate(name for name in PROVIDERS | names if not name.startswith("fusedattn")):
-        look = dict(color=OTHERS[i % len(OTHERS)], marker=MARKERS[i % len(MARKERS)])
-        styles[name] = look | dict(linewidth=1.4, markersize=5)
-    return {name: style for name, style in styles.items() if name in names}
 
 
 def _title(mode, case):

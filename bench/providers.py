@@ -7,7 +7,6 @@ bias; or a Call, which adds a layout, context or parameters. It raises Unsupport
 import contextlib
 import functools
 import inspect
-import shutil
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from fusedattn.dispatch.backends import BACKENDS
 
 from .cases import SEED
 
-COMPILERS = ("g++", "clang++", "cl")  # torch.compile needs one of them on a CPU
 _OURS = "alibi", "sinks", "weights"
 _NOT_WITH_A_CACHE = "bias", "documents", "random", "keys", "lengths", "window", "softcap", "dropout", *_OURS
 
@@ -215,8 +213,6 @@ def flex(case, tensors, real=None):
     attend, device = flex_function(case), tensors.query.device
     if real is None:
         _refuse(case, "lengths", "filled")
-    if device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
-        raise Unsupported(f"torch.compile needs a C++ compiler: {', '.join(COMPILERS)}")
     torch._dynamo.reset()  # otherwise it stops compiling after eight shapes
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one graph
     compiled = torch.compile(attend, dynamic=False)

@@ -5,9 +5,10 @@ import csv
 import datetime
 import pathlib
 import platform
-import subprocess  # noqa: TID251 - asks git for the commit, and nvidia-smi for the driver
+import subprocess  # noqa: TID251 - asks git for the commit
 
 import torch
+from torch.utils.collect_env import get_nvidia_driver_version, run
 
 import fusedattn
 
@@ -15,8 +16,8 @@ from .cases import Case
 
 _MACHINE = "commit date gpu driver cuda torch triton python".split()
 _MEASURED = "ms_p20 ms_p50 ms_p80 tflops gbps peak_mib err_max err_eager".split()
-COLUMNS = (*_MACHINE, "mode", "provider", "dtype", *"B Hq Hkv Sq Sk D Dv causal options".split(), *_MEASURED, "status")
 _COUNTS = "B Hq Hkv Sq Sk D Dv causal".split()
+COLUMNS = (*_MACHINE, "mode", "provider", "dtype", *_COUNTS, "options", *_MEASURED, "status")
 
 
 class Row(collections.namedtuple("Row", COLUMNS)):
@@ -25,6 +26,10 @@ class Row(collections.namedtuple("Row", COLUMNS)):
     @property
     def case(self) -> Case:
         return Case(*(getattr(self, name) for name in Case._fields))._replace(causal=bool(self.causal))
+
+    @property
+    def wrong(self) -> bool:
+        return self.status.startswith("wrong")
 
 
 def _output(*command):
@@ -50,12 +55,10 @@ def versions() -> dict[str, str | None]:
         import triton
     except Exception:  # a broken installation raises anything; `fusedattn info` lists the reason
         triton = None
-    driver = ""
-    if torch.cuda.is_available():
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    driver = get_nvidia_driver_version(run) if torch.cuda.is_available() else None
     about: dict[str, str | None] = dict(fusedattn=fusedattn.__version__, python=platform.python_version())
     about |= dict(torch=torch.__version__, triton=getattr(triton, "__version__", None), cuda=torch.version.cuda)
-    return about | dict(driver=driver or None, system=f"{platform.system()} {platform.machine()}")
+    return about | dict(driver=driver, system=f"{platform.system()} {platform.machine()}")
 
 
 def machine(device: str, commit_name: str | None = None) -> dict[str, str]:

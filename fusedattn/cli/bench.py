@@ -13,8 +13,8 @@ from . import machine
 from .output import Output, Problem, check_file, check_names
 
 BUDGET_MS = {"cpu": 300.0, "cuda": 100.0}  # milliseconds for measuring one provider
-MODULES = QUESTIONS["module"].providers
-PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS]}
+MODULES = QUESTIONS["cpu"]["module"][1]
+PRESETS = {"quick": ["forward", "backward", "module"], "paper": ["forward", "backward"], "full": [*QUESTIONS["cpu"]]}
 QUICK = {"cuda": (512, 4096), "cpu": (128, 512)}  # lengths Sq
 USUAL = {
     "cuda": ("fusedattn", "sdpa", "sdpa:cudnn", "sdpa:flash", "sdpa:efficient", "naive"),
@@ -37,56 +37,44 @@ def run(arguments, output: Output) -> int:
         check_file("csv", path)
         try:
             rows.create(path)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise Problem(f"csv: cannot append to {path}: {why}") from error
+        except ValueError as error:
+            raise Problem(f"csv: {error}") from error
     if not (total := sum(len(some) * len(names) * len(modes) for some, names, modes in work)):
         raise Problem("no case fits all of the options: change --providers, --causal or --shape")
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
-    output.say(f"{report.count(total, 'row')} on {name}, torch {torch.__version__}.")
+    output.say(f"{total} rows on {name}, torch {torch.__version__}.")
 
-    about, written, whys, ended = rows.machine(device, arguments.commit), [], [], None
+    about, written, ended = rows.machine(device, arguments.commit), [], None
     try:
         with output.progress("measuring", total) as advance:
             for some, names, modes in work:
-                for row, why in measure.measure(about, some, names, modes, device, BUDGET_MS[device]):
+                for row in measure.measure(about, some, names, modes, device, BUDGET_MS[device]):
                     written.append(row)
-                    whys.append(why)
                     if path is not None:
-                        try:
-                            rows.append(path, row)
-                        except OSError as error:  # a full disk
-                            raise Problem(f"csv: cannot write {path}: {error.strerror or error}") from error
+                        rows.append(path, row)
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem, OSError) as error:  # show the rows so far
+    except (KeyboardInterrupt, Problem, OSError) as error:  # OSError: a full disk. Show the rows so far.
         ended = error
     complete = ended is None
 
-    for line in report.lines(written, whys):
+    for line in report.lines(written):
         output.say(line)
-    for text in report.over_promise(written) if device == "cpu" else ():
-        output.say(f"slower than the aim on a CPU: {text}")
-    if picture and plot.drawable(written):
-        try:
-            plot.figure(written).savefig(picture, format="png")
-            output.say(f"Plot: {picture}")
-        except OSError as error:
-            ended = ended or Problem(f"plot: cannot write {picture}: {error.strerror or error}")
-            picture = None
-    elif picture:
+    if picture and not plot.drawable(written):
         output.say("No plot: nothing was measured.")
         picture = None
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)
     output.say(f"{len(written)} of {total} rows ({seconds} s).")
-    fastest, each = ([one._asdict() for one in some] for some in report.standings(written))
     plain = [{x: None if value == "" else value for x, value in row._asdict().items()} for row in written]
     preset = None if arguments.shape or arguments.questions else arguments.preset or "quick"
-    verdict = dict(text=report.sentences(written), fastest=fastest, each=each)
+    each = [one._asdict() for one in report.standings(written)]
+    verdict = dict(text=report.sentences(written), each=each)
     answer = dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
-    answer |= dict(rows=[row | dict(why=why) for row, why in zip(plain, whys, strict=True)])
-    output.finish(answer | dict(verdict=verdict, csv=path, picture=picture))
+    output.finish(answer | dict(rows=plain, verdict=verdict, csv=path, picture=picture))
+    if picture:
+        plot.figure(written).savefig(picture, format="png")
+        output.say(f"Plot: {picture}")
     if ended:
         raise ended
     return 0 if ok else 1
@@ -97,11 +85,11 @@ def choose(arguments, device: str) -> list[tuple[list[Case], list[str], list[str
     asked, preset = _list("mode", arguments.mode, [*measure.MODES, "graph"]), arguments.preset or "quick"
     if "graph" in asked and device == "cpu":
         raise Problem(f"mode: expected some of {', '.join(measure.MODES)}, got graph: a CUDA graph needs a GPU")
-    questions = _list("question", arguments.questions, [*QUESTIONS]) or PRESETS[preset]
+    questions = _list("question", arguments.questions, PRESETS["full"]) or PRESETS[preset]
     given = [f"{name} {x}" for name in ("questions", "preset", "shape") if (x := getattr(arguments, name))]
     if len(given) > 1:
         raise Problem(f"question: expected questions, --preset or --shape, but not two, got {' and '.join(given)}")
-    work: list = [QUESTIONS[question].here(device) for question in questions]
+    work: list = [QUESTIONS[device][question] for question in questions]
     if preset == "quick" and not arguments.questions:
         work = [([x for x in some if x.Sq in QUICK[device]], *rest) for some, *rest in work]
     if arguments.shape:

@@ -30,15 +30,14 @@ def test_json_has_every_row_and_the_verdict(capsys):
         for provider in ("fusedattn:cpu", "naive", "sdpa:math")
     ]
     for row in found["rows"]:
-        assert set(row) == {*rows.COLUMNS, "why"} and row["status"] == "ok" and row["why"] == ""
+        assert set(row) == {*rows.COLUMNS} and row["status"] == "ok"
         assert [row[name] for name in "B Hq Hkv Sq Sk D causal".split()] == [1, 2, 1, 24, 40, 16, 0]
         assert row["ms_p50"] == 2.0 and row["tflops"] > 0 and row["peak_mib"] is None and row["err_max"] >= 0
     for one in found["verdict"]["each"]:
-        assert (one["cases"], one["median"], one["within_noise"]) == (2, 1.0, 2)
+        assert (one["cases"], one["median"]) == (2, 1.0)
     assert [(one["mode"], one["other"]) for one in found["verdict"]["each"]] == [
         (mode, other) for mode in ("forward", "backward") for other in ("naive", "sdpa:math")
     ]
-    assert [one["mode"] for one in found["verdict"]["fastest"]] == ["forward", "backward"]
 
 
 def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
@@ -48,10 +47,9 @@ def test_a_result_of_ours_that_is_wrong_fails(capsys, monkeypatch):
     monkeypatch.setitem(providers.PROVIDERS, "fusedattn", too_large)
     status, found = answer(capsys, *SQUARE)
     assert status == 1 and not found["ok"] and found["verdict"]["each"] == []  # a wrong result has no ratio
-    assert [row["status"] for row in found["rows"]] == ["wrong", "ok"] * 2
-    assert all(row["why"] for row in found["rows"][::2])
+    assert [row["status"].partition(": out: ")[0] for row in found["rows"][:2]] == ["wrong", "ok"]
     assert cli.main([*SQUARE, "--mode", "forward"]) == 1
-    assert "FAIL fusedattn:cpu, forward, 1,2,2,32,32,16 fp32" in capsys.readouterr().out
+    assert " wrong: out: its " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error, status", [(KeyboardInterrupt(), 130), (RuntimeError("CUDA error: illegal access"), 2)])
@@ -73,33 +71,28 @@ def test_a_picture_that_cannot_be_written_loses_no_rows(json_only, tmp_path, cap
     picture = str(tmp_path / "a.png")
     assert cli.main([*SQUARE, "--plot", picture, *["--json"] * json_only]) == 2
     shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1 and f"plot: cannot write {picture}: No space left" in shown.err
+    assert shown.err.count("\n") == 1 and "No space left" in shown.err
     if json_only:
         found = json.loads(shown.out)
-        assert found["ok"] and found["complete"] and found["picture"] is None and len(found["rows"]) == 4
+        assert found["ok"] and found["complete"] and len(found["rows"]) == 4
     else:
         assert "4 of 4 rows" in shown.out and "Plot:" not in shown.out
 
 
-@pytest.mark.parametrize("of_csv", [True, False], ids=["csv", "another file"])
-def test_an_error_of_a_file_loses_no_rows(of_csv, tmp_path, capsys, monkeypatch):
-    append, measure, appended = rows.append, bench.measure.measure, []
+def test_an_error_of_a_file_loses_no_rows(tmp_path, capsys, monkeypatch):
+    append, appended = rows.append, []
 
     def full(path, row):
         if appended:
             raise OSError(28, "No space left")
         appended.append(append(path, row))  # the first row is the header
 
-    def ends(*arguments):
-        yield next(measure(*arguments))
-        raise OSError(5, "Input/output error", "other")
-
-    monkeypatch.setattr(*(rows, "append", full) if of_csv else (bench.measure, "measure", ends))
+    monkeypatch.setattr(rows, "append", full)
     assert cli.main([*SQUARE, "--csv", str(tmp_path / "a.csv"), "--json"]) == 2
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert not found["complete"] and len(found["rows"]) == 1
-    assert ("csv: cannot write" in shown.err) == of_csv and ("No space left" if of_csv else "other") in shown.err
+    assert "No space left" in shown.err
 
 
 def test_rows_are_appended_and_drawn(tmp_path, capsys):
@@ -125,7 +118,7 @@ def test_presets_are_questions(where):
         work = chosen("--preset", preset, device=where)
         assert len(work) == len(names)
         for name, (some, providers_, modes) in zip(names, work, strict=True):
-            every, usual, asked = QUESTIONS[name].here(where)
+            every, usual, asked = QUESTIONS[where][name]
             assert some and {*some} <= {*every} and (providers_, modes) == ([*usual], [*asked])
             assert len(some) == len(every) or preset == "quick"
     assert chosen() == chosen("--preset", "quick")

@@ -110,16 +110,16 @@ def test_info_check_and_bench_need_neither_triton_nor_rich_nor_matplotlib():
     absent = "assert not {'triton', 'rich', 'matplotlib'} & {*sys.modules}"
     run = f"sys.exit(any([main(each) for each in {(['info'], QUICK, ONE)}]))"
     printed = run_python("-c", f"import sys; from fusedattn.cli import main; {absent}; {gone}; {run}")
-    assert "5 of 5 results" in printed and "1 of 1 result right" in printed
+    assert "5 of 5 results" in printed and "1 of 1 results right" in printed
 
 
 CASES = ", ".join(case.name for case in grid.CASES)
 MISTAKES = [  # (command, part of the one line that it prints)
     ([], "COMMAND"),
     (["nope"], "invalid choice: 'nope'"),
-    (["info", "extra"], "fusedattn info: it does not take extra (see fusedattn info --help)"),
-    (["bench", "--shpe", "1"], "bench: it does not take --shpe (see fusedattn bench --help)"),
-    (["check", "--backend"], "--backend: expected one argument, got none"),
+    (["info", "extra"], "fusedattn: unrecognized arguments: extra (see fusedattn --help)"),
+    (["bench", "--shpe", "1"], "fusedattn: unrecognized arguments: --shpe (see fusedattn --help)"),
+    (["check", "--backend"], "--backend: expected one argument"),
     (["check", "--case", "zzz"], f"case: expected one of {CASES}, got zzz\n"),
     (["check", "--case", "casual"], "did you mean causal?"),
     (["check", "--backend", "tritn"], "did you mean triton?"),
@@ -134,13 +134,13 @@ MISTAKES = [  # (command, part of the one line that it prints)
     (["bench", "--mode", ""], "graph, got nothing\n"),
     (["bench", "--mode", "graph", "--device", "cpu"], "got graph: a CUDA graph needs a GPU"),
     (["bench", "--providers", "torch.nn", "--shape", "1,2,1,8,8,8"], "no case fits"),
-    ([*ONE, "--csv", "folder"], "csv: expected the name of a file, got the folder 'folder'"),
-    ([*ONE, "--csv", "file"], "csv: cannot append to file: file: expected the columns"),
-    ([*ONE, "--csv", ""], "csv: expected the name of a file, got ''"),
-    ([*ONE, "--csv", "nowhere/a.csv"], "csv: expected a file in a folder that exists, got nowhere/a.csv"),
-    ([*ONE, "--csv", "/dev/full"], "csv: cannot append to /dev/full"),
+    ([*ONE, "--csv", "folder"], "csv: expected a file, not a folder, in a folder that exists, got 'folder'"),
+    ([*ONE, "--csv", "file"], "csv: file: expected the columns"),
+    ([*ONE, "--csv", ""], "csv: expected a file, not a folder, in a folder that exists, got ''"),
+    ([*ONE, "--csv", "nowhere/a.csv"], "a folder that exists, got 'nowhere/a.csv'"),
+    ([*ONE, "--csv", "/dev/full"], "csv: expected a file, got /dev/full"),
     ([*ONE, "--plot", "a.csv"], "plot: expected a name that ends in .png, got a.csv"),
-    ([*ONE, "--plot", "nowhere/a.png"], "got nowhere/a.png"),
+    ([*ONE, "--plot", "nowhere/a.png"], "got 'nowhere/a.png'"),
     (["bench", "--device", "cuda"], "GPU"),
     (["tune", "--shape", "1,1,1,8,8,8"], "GPU"),
     (["warmup"], "--shape"),
