@@ -1,4 +1,4 @@
-"""The torch.library operators `forward` (attention, with derivatives) and `block_mask`.
+"""The torch.library operator `forward`, which computes attention, with its derivatives.
 
 A compiler sees only an operator's schema and its fake, which makes tensors of the right shapes, dtypes and strides.
 The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which calls the operator, adds derivatives.
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import options as of_calls
 from ..call.checks import fail, plain
 from ..call.layout import in_order, order, own_storage, row_major
-from ..call.options import INPUTS, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
+from ..call.options import INPUTS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
@@ -113,19 +113,6 @@ def _decompose(*arguments):
     return _filled(call, *_naive(call, *needs))
 
 
-def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
-    from ..launch import blocks
-
-    return getattr(blocks, function)(mask, key_mask, query_mask, bias, Lengths(*lengths))
-
-
-_MASKS = "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-_LENGTHS = "SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
-_BLOCK_MASK = f"block_mask({_MASKS}, {_LENGTHS}) -> (Tensor block_mask, Tensor mask_bits)"
-_block_mask, _new_block_mask = (functools.partial(_of_masks, name) for name in ("block_mask", "new_block_mask"))
-register(_BLOCK_MASK, _block_mask, lambda *arguments: _new_block_mask(*arguments)[0], rules.check_block_mask)
-
-
 class _Attention(torch.autograd.Function):
     """The forward operator with its derivatives, for eager code and torch.func."""
 
@@ -203,7 +190,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fals
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = not direct and (transforms_active() or forward_level() >= 0)
     # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-    if backend in KERNELS and save and not (compiling or transformed):
+    if backend in KERNELS and save and direct:
         call = _marked(call)
     options: Any = need_lse, need_weights, save or transformed, backend
     if direct:
@@ -241,14 +228,12 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fa
     return formula.run_naive(call, need_lse, need_weights)
 
 
+@torch.no_grad()
 def _marked(call: Call) -> Call:
     """Return a call with a block mask of its masks; unchanged without masks, or if the kernel does not run here."""
     from ..launch import blocks
 
-    masks = [None if x is None else x.detach() for x in hiding(call)]
-    if call.block_mask is not None or all(x is None for x in masks):
-        return call
     try:
-        return blocks.with_blocks(call, *OPERATORS.block_mask(*masks, *lengths_of(call)))
+        return blocks.marked(call)
     except KernelUnavailable:
         return call
