@@ -33,24 +33,24 @@ def _facts(x):
 
 
 def register(
-    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
+    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run, decompose: _Run | None = None
 ) -> None:
     """Define an operator for CUDA and CPU tensors."""
     # run computes the operator. new is the fake: from tensors without data, it makes results of the same shapes, dtypes
     # and strides. check runs before both: it raises for arguments that `run` cannot take, and reads no tensor's values.
-    # differentiate computes it with derivatives (torch's register_autograd drops tangents); None if it has none.
+    # differentiate computes it with derivatives (torch's register_autograd drops tangents), or raises.
     # decompose computes it with torch's own operators, for ONNX, without branches on sizes.
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
     # torch accepts None even for a tensor that the schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
     places = {field: n for n, (_, field) in enumerate(types)}
-    chosen, of = places.get("backend"), places.get("query", places.get("new_key"))
+    chosen, of = places["backend"], places.get("query", places.get("new_key"))
     passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
 
     def on_device(arguments):
         """Return the arguments with a backend of their device. An exported program may name that of another device."""
-        if chosen is None or (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
+        if (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
             return arguments
         fields = dict(query=x, key=x, value=x) | {k: arguments[n] for k, n in places.items() if k in Call._fields}
         backend = backend_here(Call(**fields), arguments[chosen], "key_cache" in places)
@@ -94,6 +94,5 @@ def register(
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
     torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
-    if differentiate is not None:
-        operator = getattr(OPERATORS, name)
-        LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)
+    operator = getattr(OPERATORS, name)
+    LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)
