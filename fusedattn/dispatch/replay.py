@@ -204,7 +204,7 @@ class Replay(Checked):
         return_lse, return_weights, _, grad = numbers[-4:]
         save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         options = return_lse, return_weights, save, chosen.name
-        found = repeats.record(of_calls.tensors(call), functools.partial(attention.record, call, options, save))
+        found = repeats.record(call, (), functools.partial(attention.record, options, save))
         return found and Replay(tensors, numbers, call, chosen, save, *found)
 
     def __init__(self, tensors, numbers, call, chosen, save, recording, made):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import options as of_calls
 from ..call.checks import fail, plain
 from ..call.layout import in_order, order, own_storage, row_major
 from ..call.options import INPUTS, Call, inputs as inputs_of, wide_dtype
@@ -76,11 +75,10 @@ def _compute(call, options, chosen=True):
     return results
 
 
-def record(call, options, marks, recorder, tensors, chosen=True):
+def record(options, marks, recorder, call, chosen=True):
     """Launch a forward in a Recorder. Return results, block mask and mask bits. marks: compute the last two here."""
     from ..launch import blocks, forward, run
 
-    call = of_calls.with_tensors(call, tensors)
     call = blocks.marked(call) if marks else call
     results = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
     forward.launch_forward(*results, call, run.on_hopper(call, options[-1], chosen))
@@ -91,9 +89,8 @@ def _repeat(call, options, chosen=True):
     """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
-        bare = schema.rounded_lengths(call, options[1])
-        launch = functools.partial(record, bare, options, False, chosen=chosen)
-        found = repeats.repeat(("forward", options, repeats.facts(bare)), of_calls.tensors(call), launch)
+        launch = functools.partial(record, options, False, chosen=chosen)
+        found = repeats.repeat(("forward", options), schema.rounded_lengths(call, options[1]), (), launch)
     return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]
 
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call import options as of_calls
 from ..call.checks import plain
 from ..call.layout import arrange, dense
-from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
+from ..call.options import ATTENDED, INPUTS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside
 from ..cpu import run as cpu
 from ..launch import tuned
@@ -58,10 +57,10 @@ def readable(grad_out, call, backend):
 
 
 def kind_of(incoming, out, weights, stats, call, backend, need):
-    """Return (kind, tensors) of a backward, as `repeats.repeat` takes them."""
+    """Return (kind, call, further tensors) of a backward, as `repeats.repeat` takes them."""
     weights = weights if weights is None or weights.dim() == 4 else None
-    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
-    return kind, (*of_calls.tensors(call), *incoming, out, weights, stats)
+    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled()
+    return kind, call, (*incoming, out, weights, stats)
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
@@ -70,13 +69,11 @@ def _repeated(incoming, out, weights, stats, call, backend, need):
     if learned or incoming[0] is None:
         return None
 
-    def launch(recorder, bare):
+    def launch(recorder, call, *more):
         from ..launch.backward import launch_backward
 
-        own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
-        grads = new_backward(*came, out, weights, stats, *own, backend, need)
-        made = [recorder.make(x) if x.numel() else None for x in grads]
-        launch_backward(made, *came, out, weights, stats, own, backend)
+        made = [recorder.make(x) if x.numel() else None for x in new_backward(*more, *call, backend, need)]
+        launch_backward(made, *more, call, backend)
         return made
 
     return repeats.repeat(*kind_of(incoming, out, weights, stats, call, backend, need), launch)

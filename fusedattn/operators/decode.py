@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.checks import fail, plain
 from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_sizes, keys_hold_values, stand_in
-from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
+from ..call.options import Call, wide_dtype
 from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
 from ..cpu import decode as cpu_decode
 from ..launch.failures import KernelUnavailable, fall_back
@@ -22,21 +22,21 @@ from .schema import DECODE, ROTARY, by_kernel, fill, new_results
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
     """Repeat an earlier Decode's launches, if any. what: operator, options. record(recorder, meta Decode) launches."""
-    call, shared, columns = decode.call, keys_hold_values(decode), decode.value_cache.shape[3]
-    kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
+    shared, columns = keys_hold_values(decode), decode.value_cache.shape[3]
+    kind = *what, decode.added, decode.interleaved, shared and columns
     own: dict[str, Any] = {name: x for name, x in decode._asdict().items() if isinstance(x, Tensor) or x is None}
     own |= dict(value_cache=None) if shared else {}
 
-    def launch(recorder, bare):
-        given, caches = bare[: len(TENSORS)], dict(zip(own, bare[len(TENSORS) :], strict=True))
+    def launch(recorder, call, *bare):
+        caches = dict(zip(own, bare, strict=True))
         key, table = caches["key_cache"], caches["table"]
         value = key[..., :columns] if shared else caches["value_cache"]
-        whole = with_tensors(call, given)._replace(key=stand_in(key, table), value=stand_in(value, table))
+        whole = call._replace(key=stand_in(key, table), value=stand_in(value, table))
         return record(recorder, decode._replace(**caches | dict(call=whole, value_cache=value)))
 
     # The key and value of the call are the caches, or stand in for paged ones.
-    of_call = [None if name in ("key", "value") else x for name, x in zip(TENSORS, tensors(call), strict=True)]
-    return repeats.repeat(kind, (*of_call, *own.values()), launch)
+    call: Any = decode.call._replace(**dict(key=None, value=None))
+    return repeats.repeat(kind, call, [*own.values()], launch)
 
 
 def _append(decode: Decode, backend: str) -> None:
