@@ -10,7 +10,7 @@ from torch import Tensor
 from . import bits
 from .checks import check_bool, check_sizes, fail, is_int, type_name, value
 from .layout import narrow
-from .options import Lengths, Plan, in_full
+from .options import Plan, in_full
 from .private import lookups
 
 
@@ -77,16 +77,11 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     return seen.expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 
-def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[Any, ...]:
+def pairs_of(name: str, mask: Tensor) -> tuple[Any, ...]:
     """Return the rank-4 shape of a mask or bias; for a token mask (rank 2) return (B, 1, 1, Sk) or (B, 1, Sq, 1)."""
-    # lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
     if name in ("mask", "bias"):
         return tuple(mask.shape)
-    sizes: Any = mask.shape
-    if lengths is not None and lengths.cu_seqlens_q is not None:
-        longest = lengths.max_seqlen_k if name == "key_mask" else lengths.max_seqlen_q
-        sizes = lengths.cu_seqlens_q.shape[0] - 1, longest
-    batch, length = sizes
+    batch, length = mask.shape
     return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
 
 

@@ -20,37 +20,33 @@ def marked(call):
     whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
     if whole or not arguments.hides(call):
         return call
-    block_mask, mask_bits = _block_mask(*hiding(call), lengths_of(call))
-    return call._replace(block_mask=block_mask, mask_bits=mask_bits)
-
-
-def _block_mask(mask, key_mask, query_mask, bias, lengths):
-    """Return (block_mask, mask_bits or None without a mask of pairs) of masks and a bias, of which one is not None."""
+    mask, key_mask, query_mask, bias = hiding(call)
+    # Without key_mask, packed sequences may share a block mask. Then it must not depend on their lengths.
+    packed = call.cu_seqlens_q is not None and key_mask is not None
+    mask, bias, key_mask = narrow(mask), narrow(bias), key_mask if packed else narrow(key_mask)
+    masks = dict(mask=mask, key_mask=key_mask, query_mask=narrow(query_mask))
     # Dimensions along which all masks and the bias broadcast have size 1. But with a mask of pairs, rows and keys are
     # at least BLOCK.
-    if lengths.cu_seqlens_q is None:
-        key_mask, query_mask = narrow(key_mask), narrow(query_mask)
-    mask, bias = narrow(mask), narrow(bias)
-    masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
-    shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
-    batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
-    first, mask_bits = next(x for x in masks.values() if x is not None), None
+    given = {name: x for name, x in (*masks.items(), ("bias", bias)) if x is not None}
+    shapes = {name: pairs_of(name, x) for name, x in given.items()}
+    if packed:
+        sequences, _, _, longest = sizes(call)
+        shapes["key_mask"] = sequences, 1, 1, longest
+    batch, heads, rows, keys = torch.broadcast_shapes(*shapes.values())
     if mask is not None:
         rows, keys = (BLOCK if n == 1 else n for n in (rows, keys))
-    block_mask = first.new_empty((batch, heads, cdiv(rows, BLOCK), cdiv(keys, BLOCK)), dtype=torch.int32)
+    new, mask_bits = next(iter(given.values())).new_empty, None
+    block_mask = new((batch, heads, cdiv(rows, BLOCK), cdiv(keys, BLOCK)), dtype=torch.int32)
     if mask is not None:
-        mask_bits = first.new_empty((cdiv(CONSTANT + block_mask.numel(), 16) * 16, BLOCK), dtype=torch.int64)
+        mask_bits = new((cdiv(CONSTANT + block_mask.numel(), 16) * 16, BLOCK), dtype=torch.int64)
     if block_mask.numel():
-        # Without token masks, packed sequences may share a block mask. Then it must not depend on their lengths.
-        packed = lengths.cu_seqlens_q is not None and not (key_mask is query_mask is None)
-        launched = dict(BlockMask=block_mask, Words=mask_bits)
-        views = arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed)
-        bias = None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys))
-        launched |= dict(masks=views, bias=bias, rows=rows, keys=keys, heads=heads)
+        launched = dict(BlockMask=block_mask, Words=mask_bits, rows=rows, keys=keys, heads=heads)
+        launched |= dict(masks=arguments.masks(*masks.values(), batch, heads, rows, keys, packed))
+        launched |= dict(bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)))
         with run.surroundings(run.device_of(block_mask)):
-            launched["extents"] = extents(lengths) if packed else None
+            launched["extents"] = extents(lengths_of(call)) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
-    return block_mask, mask_bits
+    return call._replace(block_mask=block_mask, mask_bits=mask_bits)
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0, used=None):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..call.checks import fail, plain
-from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_sizes, keys_hold_values, stand_in
+from ..call.decode import CacheArguments, Decode, apart, check_sizes, keys_hold_values, stand_in
 from ..call.options import Call, wide_dtype
-from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
+from ..call.private import OLD_COMPILER, below_autograd, transforms_active, unmapped
 from ..cpu import decode as cpu_decode
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
@@ -127,17 +127,11 @@ def _check_decode(*arguments):
     rules.check_call(call, backend, capacity=call.key.shape[2])
 
 
-def _refuse(operator: str, *arguments):
-    """Raise if a derivative is wanted with respect to an argument of the operator."""
-    check_gradients(dict(zip(argument_names(getattr(OPERATORS, operator).default), arguments, strict=False)))
-
-
 _CACHES = "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table"
 _APPEND = f"append({_CACHES}, Tensor new_key, Tensor new_value, {ROTARY}, bool named, str backend) -> ()"
 _DECODE = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-_refuse_append, _refuse_decode = (functools.partial(_refuse, name) for name in ("append", "decode"))
-register(_APPEND, _append_operator, lambda *_: None, rules.check_append, _refuse_append)
-register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
+register(_APPEND, _append_operator, lambda *_: None, rules.check_append)
+register(_DECODE, _decode_operator, _new_decode, _check_decode, decompose=_decompose)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..call.checks import fail
+from ..call.decode import check_gradients
 from ..call.options import Call, differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from . import flops, repeats
@@ -33,12 +34,12 @@ def _facts(x):
 
 
 def register(
-    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run, decompose: _Run | None = None
+    schema: str, run: _Run, new: _Run, check: _Run, differentiate: _Run | None = None, decompose: _Run | None = None
 ) -> None:
     """Define an operator for CUDA and CPU tensors."""
     # run computes the operator. new is the fake: from tensors without data, it makes results of the same shapes, dtypes
     # and strides. check runs before both: it raises for arguments that `run` cannot take, and reads no tensor's values.
-    # differentiate computes it with derivatives (torch's register_autograd drops tangents), or raises.
+    # differentiate computes it with derivatives (torch's register_autograd drops tangents); None if it has none.
     # decompose computes it with torch's own operators, for ONNX, without branches on sizes.
     name, _, declared = schema.partition("(")
     types = [part.split(" ")[:2] for part in declared.partition(") -> ")[0].split(", ")]
@@ -87,7 +88,9 @@ def register(
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             arguments = on_device(arguments)
             check_all(*arguments)  # before a Function saves the arguments
-            return differentiate(*arguments)
+            if differentiate is not None:
+                return differentiate(*arguments)
+            check_gradients(dict(zip(places, arguments, strict=True)))
         return redispatch(operator.default, keyset, arguments)
 
     LIBRARY.define(schema)
