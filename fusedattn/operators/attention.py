@@ -25,7 +25,6 @@ from .tangent import Tangent
 from .vmap_rule import vmap_rule
 
 _RESULTS = *RESULTS, "stats"
-_NOT_INPUTS = (None,) * (len(FORWARD.names) - len(INPUTS))
 
 
 def new_forward(*arguments):
@@ -127,7 +126,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        return *differentiate(ctx, incoming[: len(RESULTS)], ctx.needs_input_grad[: len(INPUTS)]), *_NOT_INPUTS
+        grads = differentiate(ctx, incoming[: len(RESULTS)], ctx.needs_input_grad[: len(INPUTS)])
+        return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
 
     @staticmethod
     def jvp(ctx, *tangents):

@@ -10,8 +10,6 @@ from ..call.layout import arrange, dense
 from ..call.options import ATTENDED, INPUTS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside
 from ..cpu import run as cpu
-from ..launch import tuned
-from ..launch.failures import failed_kernels, passed
 from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus, recorded_batches
@@ -84,28 +82,21 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     grad_out, grad_lse, grad_weights = incoming
     if backend == "cpu" and out.numel() and (found := cpu.backward(call, incoming, out, weights, stats, need)):
         return found
-    if backend in KERNELS and out.numel():
-        grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
-        grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-        why = None
-        if failed_kernels or passed or any(x.wrong for x in tuned.of(call.query.device).values()):
-            from ..launch import run
-
-            why = run.without_stats(call, stats, weights.dim() == 4, backend)
-        came, bare = (grad_out, grad_lse, grad_weights), rounded_lengths(call, weights.dim() == 4)
-        if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
-            return found
-    grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
-    if not out.numel():
-        for grad in grads:
-            grad.zero_()
-        return grads
-    if backend in ("cpu", "naive"):
+    if backend not in KERNELS or not out.numel():
+        grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
         _naive_gradients(grads, incoming, call)
         return grads
     from ..launch import run
+
+    grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
+    grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
+    why, bare = run.without_stats(call, stats, weights.dim() == 4, backend), rounded_lengths(call, weights.dim() == 4)
+    came = grad_out, grad_lse, grad_weights
+    if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
+        return found
     from ..launch.backward import launch_backward, reasons_not_on_hopper
 
+    grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     grad_out = readable(call.query.new_zeros(()).expand(out.shape), call, backend) if grad_out is None else grad_out
 
     def naive():

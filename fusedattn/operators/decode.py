@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.checks import fail, plain
 from ..call.decode import CacheArguments, Decode, apart, check_sizes, keys_hold_values, stand_in
-from ..call.options import Call, wide_dtype
+from ..call.options import Call
 from ..call.private import OLD_COMPILER, below_autograd, transforms_active, unmapped
 from ..cpu import decode as cpu_decode
 from ..launch.failures import KernelUnavailable, fall_back
@@ -35,8 +35,8 @@ def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[T
         return record(recorder, decode._replace(**caches | dict(call=whole, value_cache=value)))
 
     # The key and value of the call are the caches, or stand in for paged ones.
-    call: Any = decode.call._replace(**dict(key=None, value=None))
-    return repeats.repeat(kind, call, [*own.values()], launch)
+    without: dict[str, Any] = dict(key=None, value=None)
+    return repeats.repeat(kind, decode.call._replace(**without), [*own.values()], launch)
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -74,9 +74,9 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     from ..launch import decode as launch, forward, hopper, run
 
     def record(recorder, bare):
-        out, lse, _ = new_results(bare.call, need_lse, False)
-        launch.launch_decode(recorder.make(out), recorder.make(lse) if need_lse else lse, bare)
-        return [out, lse if need_lse else None]
+        results = [recorder.make(x) for x in new_results(bare.call, need_lse, False)[:2]]
+        launch.launch_decode(*results, bare)
+        return results
 
     on_hopper = backend == "hopper" and run.has_hopper(query)
     if on_hopper and (lacks := hopper.cache_reasons(decode)):  # a compiler chose it without knowing all sizes
@@ -85,7 +85,7 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         on_hopper = False
     found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
     if found is not None:
-        return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
+        return tuple(found)
     launches = [lambda: launch.launch_decode(out, lse, decode)]
     if on_hopper:
         call, own = naive_decode.rotated_query(decode), lse if need_lse else None

@@ -17,7 +17,7 @@ from . import rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
 from .namespace import OPERATORS, register
-from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, rounded_lengths, run_operator, save, saved
+from .schema import KERNELS, RESULTS, TANGENT, by_kernel, fill, new_results, rounded_lengths, run_operator, save, saved
 from .vmap_rule import vmap_rule
 
 
@@ -33,13 +33,9 @@ def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: b
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
-    if backend in ("cpu", "naive"):
+    if backend not in KERNELS or not out.numel():
         return _by_formula(call, directions, need_weights)
     results = _new(*arguments)
-    if not out.numel():
-        for x in results:
-            x.zero_()
-        return results
     from ..launch import run
     from ..launch.forward import launch_tangent
 
