@@ -19,12 +19,9 @@ from ..launch.failures import KernelUnavailable
 from ..naive import formula
 from . import partial, repeats, rules, schema
 from .backward import differentiate, saved_stats
-from .namespace import OPERATORS, register
+from .namespace import OPERATORS, Node, register
 from .schema import FORWARD, KERNELS, RESULTS, by_kernel, fill, new_results, run_operator, saved, stats_columns
 from .tangent import Tangent
-from .vmap_rule import vmap_rule
-
-_RESULTS = *RESULTS, "stats"
 
 
 def new_forward(*arguments):
@@ -90,7 +87,7 @@ def _repeat(call, options, chosen=True):
     if options[-1] in KERNELS:
         launch = functools.partial(record, options, False, chosen=chosen)
         found = repeats.repeat(("forward", options), schema.rounded_lengths(call, options[1]), (), launch)
-    return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]
+    return _compute(call, options, chosen) if found is None else found[: len(RESULTS) + 1]
 
 
 def _forward(*arguments):
@@ -109,12 +106,10 @@ def _decompose(*arguments):
     return _filled(call, *_naive(call, *needs))
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Node):
     """The forward operator with its derivatives, for eager code and torch.func."""
 
-    @staticmethod
-    def forward(*arguments):
-        return run_operator(OPERATORS.forward, _forward, *arguments)
+    operator, signature, implementation, results = "forward", FORWARD, _forward, (*RESULTS, "stats")
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -138,10 +133,6 @@ class _Attention(torch.autograd.Function):
         out = in_order(tangent, order(out))  # torch requires the output's strides; its older vmap changes them
         # torch takes no None: a result that was not needed has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
 class _Direct(torch.autograd.Function):

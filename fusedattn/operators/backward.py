@@ -13,9 +13,8 @@ from ..cpu import run as cpu
 from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus, recorded_batches
-from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, rounded_lengths, run_operator, save, saved
-from .vmap_rule import vmap_rule
+from .namespace import OPERATORS, Node, register
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, rounded_lengths, saved
 
 
 def new_backward(*arguments):
@@ -157,14 +156,8 @@ def differentiate(ctx, incoming, need):
     return gradients((grad_out, grad_lse, grad_weights), out, weights, stats, call, backend, [*need])
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        return run_operator(OPERATORS.backward, _backward, *arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        save(ctx, inputs)
+class Backward(Node):
+    operator, signature, implementation, results = "backward", BACKWARD, _backward, INPUTS
 
     @staticmethod
     def backward(ctx, *grad_grads):
@@ -189,10 +182,6 @@ class Backward(torch.autograd.Function):
         made = zip(total, inputs_of(call), need, strict=True)
         total = [(torch.zeros_like(of) if x is None else x, of) if needed else None for x, of, needed in made]
         return tuple([out.new_zeros(0) if pair is None else arrange(*pair) for pair in total])
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return vmap_rule(Backward.apply, BACKWARD.names, INPUTS, info, in_dims, arguments)
 
 
 def backward(*arguments):

@@ -14,7 +14,8 @@ from ..call.decode import check_gradients
 from ..call.options import Call, differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from . import flops, repeats
-from .schema import KERNELS
+from .schema import KERNELS, Signature, run_operator, save
+from .vmap_rule import vmap_rule
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
@@ -99,3 +100,24 @@ def register(
     torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
     operator = getattr(OPERATORS, name)
     LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)
+
+
+class Node(torch.autograd.Function):
+    """Autograd node of an operator, whose name, Signature, implementation and names of results a subclass declares."""
+
+    operator: str
+    signature: Signature
+    implementation: _Run
+    results: tuple[str, ...]
+
+    @classmethod
+    def forward(cls, *arguments):
+        return run_operator(getattr(OPERATORS, cls.operator), cls.implementation, *arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        save(ctx, inputs)
+
+    @classmethod
+    def vmap(cls, info, in_dims, *arguments):
+        return vmap_rule(cls.apply, cls.signature.names, cls.results, info, in_dims, arguments)
