@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..call import checks, rules
-from ..call.checks import FLOATING, broadcasts, fail, is_shape
+from ..call.checks import FLOATING, broadcasts, check_place, fail, is_shape
 from ..call.decode import CacheArguments, check_sizes
-from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Origin, inputs, lengths_of, sizes as sizes_of, wide_dtype
 from ..call.private import holds
 from ..call.rules import Sizes
 from ..call.varlen import check_lengths
@@ -72,13 +72,11 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
 def _check_packed(call: Call, need_weights: bool) -> None:
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
-    offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
-    check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
+    check_lengths(lengths_of(call), call.query.device)
     if need_weights or not call.mask is call.mask_bits is call.bias is call.key_mask is None:
-        for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-            if most is None:
-                expected = "an int, because one of mask, bias, key_mask and need_weights is given"
-                fail(ValueError, name, expected, None)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if getattr(call, name) is None:
+                fail(ValueError, name, "an int, because mask, bias, key_mask or need_weights is given", None)
 
 
 def check_forward(*arguments: Any) -> None:
@@ -110,8 +108,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
     if not is_shape(x.shape, shape):
         fail(ValueError, name, f"shape {shape}", x.shape)
-    if x.device != call.query.device:
-        fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
+    check_place(name, x, call.query.device)
 
 
 def check_backward(*arguments: Any) -> None:
