@@ -146,7 +146,7 @@ def attention_varlen(
     dtensors.refuse("attention_varlen", arguments._asdict() | own)
     call = checked_varlen(arguments, *offsets, return_weights, backends.named(backend) is not None)
     out, lse, weights = backends.choose(call, return_weights, backend).run(call, return_lse, return_weights)
-    lse, weights = (None if x is None else x.squeeze(0) for x in (lse if return_lse else None, weights))
+    lse, weights = (None if x is None else x.squeeze(0) for x in (lse, weights))
     return replay.results(4, out.squeeze(0).transpose(0, 1), lse, weights)
 
 
@@ -218,8 +218,7 @@ def attention_decode(
     check_flags(rotary_interleaved=rotary_interleaved, return_lse=return_lse, return_weights=return_weights)
     dtensors.refuse("attention_decode", options._asdict() | arguments._asdict())
     decode = checked_decode(arguments, options, backends.named(backend) is not None)
-    out, lse, weights = backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights)
-    return replay.results(4, out, lse if return_lse else None, weights)
+    return replay.results(4, *backends.choose(decode, return_weights, backend).run(decode, return_lse, return_weights))
 
 
 def plan(

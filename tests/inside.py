@@ -24,7 +24,6 @@ TRITON = pytest.param("triton", marks=interpreted)
 
 BACKENDS = ("naive", "triton")
 HQ, HKV, SQ, SK, D, DV = 2, 1, 9, 11, 16, 8
-WHOLE = dict(cu_seqlens_q=None, cu_seqlens_k=None, rows=0, keys=0, max_seqlen_q=None, max_seqlen_k=None)
 
 
 def draw(device, batch=2, sq=SQ, sk=SK, dtype=torch.float32, requires_grad=False):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from . import bits
-from .checks import check_bool, check_floating, check_sizes, fail, is_int, type_name, value
+from .checks import check_bool, check_sizes, fail, is_int, type_name, value
 from .layout import narrow
-from .options import Lengths, Plan, in_full
+from .options import Plan, in_full
 from .private import lookups
 
 
@@ -29,7 +29,10 @@ def make_plan(masks: Mapping[str, Any], sizes: Mapping[str, Any], device: torch.
         for name, size in sizes.items():
             if size is not None and not (is_int(size) and size == 1):
                 fail(ValueError, name, "no size, because mask is no function", value(size))
-    check_masks(given, dict(mask=(2, 3, 4), key_mask=(1, 2), query_mask=(1, 2)), device)
+    for name, mask in given.items():
+        check_bool(name, mask, device, "the plan or the other masks")
+        if mask.dim() not in ((2, 3, 4) if name == "mask" else (1, 2)):
+            fail(ValueError, name, "rank 2, 3 or 4" if name == "mask" else "rank 1 or 2", mask.shape)
     tensors: dict[str, Any] = {name: in_full(name, x) for name, x in given.items()}
     shapes = {name: pairs_of(name, x) for name, x in tensors.items()}
     shape = check_fit(shapes if function is None else dict(mask=tuple(sizes.values())) | shapes)
@@ -74,28 +77,11 @@ def _evaluate(function: Callable[..., Any], whole: tuple[int, ...], device: torc
     return seen.expand([x.stop - x.start for x in where])  # one row, or one key, stands for all
 
 
-def check_masks(
-    masks: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]], device: torch.device | None = None
-) -> None:
-    """Raise if a mask or bias has a wrong dtype or rank, or if their devices differ. ranks: {name: allowed ranks}."""
-    for name, mask in masks.items():
-        (check_floating if name == "bias" else check_bool)(name, mask, device, "the plan or the other masks")
-        device = mask.device
-        if mask.dim() not in ranks[name]:
-            allowed = " or ".join(map(str, ranks[name])).replace(" or ", ", ", len(ranks[name]) - 2)
-            fail(ValueError, name, f"rank {allowed}", mask.shape)
-
-
-def pairs_of(name: str, mask: Tensor, lengths: Lengths | None = None) -> tuple[Any, ...]:
+def pairs_of(name: str, mask: Tensor) -> tuple[Any, ...]:
     """Return the rank-4 shape of a mask or bias; for a token mask (rank 2) return (B, 1, 1, Sk) or (B, 1, Sq, 1)."""
-    # lengths: of packed sequences; a token mask is then (1, total), and stands for pairs of the maximum lengths.
     if name in ("mask", "bias"):
         return tuple(mask.shape)
-    sizes: Any = mask.shape
-    if lengths is not None and lengths.cu_seqlens_q is not None:
-        longest = lengths.max_seqlen_k if name == "key_mask" else lengths.max_seqlen_q
-        sizes = lengths.cu_seqlens_q.shape[0] - 1, longest
-    batch, length = sizes
+    batch, length = mask.shape
     return (batch, 1, 1, length) if name == "key_mask" else (batch, 1, length, 1)
 
 

@@ -209,7 +209,6 @@ def named(name: str | None) -> str | None:
 
 
 def _on_gpu(call: Call) -> bool:
-    """Return whether a call is on a GPU. On a CPU, kernels run only with backend="triton", in the interpreter."""
     return _device(call).type == "cuda"
 
 
@@ -221,11 +220,10 @@ def choose(call: Call | Decode, need_weights: bool, name: str | None = None) -> 
         if reasons := among[taken].reasons(call, need_weights):
             raise NotImplementedError(f"backend: {taken!r} cannot take this call: {'; '.join(reasons)}{ADVICE}")
         return among[taken]
-    bare = call.call if isinstance(call, Decode) else call
-    if not _on_gpu(bare):
-        return among["naive" if among["cpu"].reasons(call, need_weights) else "cpu"]
-    taken = next(x for x, one in among.items() if not one.reasons(call, need_weights))
-    if taken == "naive" and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
+    on_gpu = _on_gpu(call.call if isinstance(call, Decode) else call)
+    # On a CPU, kernels run only with backend="triton", in the interpreter.
+    taken = next(x for x in (among if on_gpu else ("cpu", "naive")) if not among[x].reasons(call, need_weights))
+    if taken == "naive" and on_gpu and not torch.compiler.is_compiling():  # the compiler cannot trace a warning
         for reason in among["triton"].reasons(call, need_weights):
             warn_once(reason, f"the naive one, because {reason}", stacklevel=3)
     return among[taken]
@@ -320,15 +318,11 @@ def explain(
 
 def _explained(call: Call, chosen: str | None, return_weights: bool) -> Explanation:
     reasons = {name: known.reasons(call, return_weights) for name, known in BACKENDS.items()}
-    on_gpu = _on_gpu(call)
     if chosen is not None:
         taken, why = (None if reasons[chosen] else chosen), f"{chosen!r} is named, and a named backend never falls back"
-    elif on_gpu:
-        taken = next(name for name, sentences in reasons.items() if not sentences)
-        why = f"{taken!r} takes the call and is preferred"
     else:
-        taken, why = "naive" if reasons["cpu"] else "cpu", "the tensors are not on a GPU and no backend is named"
-        reasons["naive"] = [] if taken == "naive" else ["'cpu' takes the call and is preferred"]
+        taken = next(name for name in (BACKENDS if _on_gpu(call) else ("cpu", "naive")) if not reasons[name])
+        why = f"{taken!r} takes the call and is preferred"
     others = {name: sentences or [why] for name, sentences in reasons.items() if name != taken}
     need = [x is not None and x.requires_grad for x in of_calls.inputs(call)]
     if taken == "cpu":

@@ -64,13 +64,12 @@ def attend(arguments: Arguments, return_lse: bool, return_weights: bool, backend
     direct = plain(call)
     if not direct and (own := dtensors.local_call(call, arguments.seed)) is not None:
         out, lse, weights = backends.choose(own.call, return_weights, named).run(own.call, return_lse, return_weights)
-        return results(rank, own.whole(out, True), own.whole(lse) if return_lse else None, own.whole(weights))
+        return results(rank, own.whole(out, True), own.whole(lse), own.whole(weights))
     chosen = backends.choose(call, return_weights, named)
     learned = direct and learn(tensors, numbers, call, chosen)
     if isinstance(learned, Checked):
         return learned((*tensors[:_SEED], call.seed, *tensors[_SEED + 1 :]))
-    out, lse, weights = chosen.run(call, return_lse, return_weights, learned)
-    return results(rank, out, lse if return_lse else None, weights)
+    return results(rank, *chosen.run(call, return_lse, return_weights, learned))
 
 
 def results(rank: int, *results: Tensor | None) -> Tensor | Any:
@@ -205,7 +204,7 @@ class Replay(Checked):
         return_lse, return_weights, _, grad = numbers[-4:]
         save = grad and any(x is not None and x.requires_grad for x in of_calls.inputs(call))
         options = return_lse, return_weights, save, chosen.name
-        found = repeats.record(of_calls.tensors(call), functools.partial(attention.record, call, options, save))
+        found = repeats.record(call, (), functools.partial(attention.record, options, save))
         return found and Replay(tensors, numbers, call, chosen, save, *found)
 
     def __init__(self, tensors, numbers, call, chosen, save, recording, made):

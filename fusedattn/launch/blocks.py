@@ -1,7 +1,6 @@
 """Launches of the kernels that make block masks, tile lists, and the layout of packed sequences."""
 
 import functools
-import math
 
 import torch
 from triton import cdiv
@@ -16,39 +15,38 @@ from . import arguments, run
 BLOCK, CONSTANT = masking.BLOCK.value, masking.CONSTANT.value
 
 
-def new_block_mask(mask, key_mask, query_mask, bias, lengths):
-    """Return (uninitialised block_mask and mask_bits, (rows, keys) they cover, masks and bias without broadcasts)."""
-    # At least one mask or the bias must be given. Without a mask of pairs, mask_bits is empty. Dimensions along which
-    # all masks and the bias broadcast have size 1. But with a mask of pairs, rows and keys are at least BLOCK.
-    if lengths.cu_seqlens_q is None:
-        key_mask, query_mask = narrow(key_mask), narrow(query_mask)
-    masks = dict(mask=narrow(mask), key_mask=key_mask, query_mask=query_mask, bias=narrow(bias))
-    shapes = [pairs_of(name, x, lengths) for name, x in masks.items() if x is not None]
-    batch, heads, rows, keys = torch.broadcast_shapes(*shapes)
-    first = next(x for x in masks.values() if x is not None)
+def marked(call):
+    """Return a call with its block mask and its mask of pairs in bits; the call itself if it has both or needs none."""
+    whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
+    if whole or not arguments.hides(call):
+        return call
+    mask, key_mask, query_mask, bias = hiding(call)
+    # Without key_mask, packed sequences may share a block mask. Then it must not depend on their lengths.
+    packed = call.cu_seqlens_q is not None and key_mask is not None
+    mask, bias, key_mask = narrow(mask), narrow(bias), key_mask if packed else narrow(key_mask)
+    masks = dict(mask=mask, key_mask=key_mask, query_mask=narrow(query_mask))
+    # Dimensions along which all masks and the bias broadcast have size 1. But with a mask of pairs, rows and keys are
+    # at least BLOCK.
+    given = {name: x for name, x in (*masks.items(), ("bias", bias)) if x is not None}
+    shapes = {name: pairs_of(name, x) for name, x in given.items()}
+    if packed:
+        sequences, _, _, longest = sizes(call)
+        shapes["key_mask"] = sequences, 1, 1, longest
+    batch, heads, rows, keys = torch.broadcast_shapes(*shapes.values())
     if mask is not None:
         rows, keys = (BLOCK if n == 1 else n for n in (rows, keys))
-    blocks = batch, heads, -(-rows // BLOCK), -(-keys // BLOCK)
-    count = 0 if mask is None else CONSTANT + math.prod(blocks)
-    made = first.new_empty(blocks, dtype=torch.int32), first.new_empty((-(-count // 16) * 16, BLOCK), dtype=torch.int64)
-    return made, (rows, keys), masks.values()
-
-
-def block_mask(mask, key_mask, query_mask, bias, lengths):
-    made, (rows, keys), masks = new_block_mask(mask, key_mask, query_mask, bias, lengths)
-    block_mask, mask_bits = made
-    (mask, key_mask, query_mask, bias), (batch, heads, *_) = masks, block_mask.shape
+    new, mask_bits = next(iter(given.values())).new_empty, None
+    block_mask = new((batch, heads, cdiv(rows, BLOCK), cdiv(keys, BLOCK)), dtype=torch.int32)
+    if mask is not None:
+        mask_bits = new((cdiv(CONSTANT + block_mask.numel(), 16) * 16, BLOCK), dtype=torch.int64)
     if block_mask.numel():
-        # Without token masks, packed sequences may share a block mask. Then it must not depend on their lengths.
-        packed = lengths.cu_seqlens_q is not None and not (key_mask is query_mask is None)
-        launched = dict(BlockMask=block_mask, Words=mask_bits if mask_bits.numel() else None)
-        views = arguments.masks(mask, key_mask, query_mask, batch, heads, rows, keys, packed)
-        bias = None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys))
-        launched |= dict(masks=views, bias=bias, rows=rows, keys=keys, heads=heads)
+        launched = dict(BlockMask=block_mask, Words=mask_bits, rows=rows, keys=keys, heads=heads)
+        launched |= dict(masks=arguments.masks(*masks.values(), batch, heads, rows, keys, packed))
+        launched |= dict(bias=None if bias is None else arguments.of(bias.expand(batch, heads, rows, keys)))
         with run.surroundings(run.device_of(block_mask)):
-            launched["extents"] = extents(lengths) if packed else None
+            launched["extents"] = extents(lengths_of(call)) if packed else None
             run.run_kernel("block_mask", block_mask.numel(), launched, run.device_of(block_mask), num_warps=4)
-    return made
+    return call._replace(block_mask=block_mask, mask_bits=mask_bits)
 
 
 def packed_sequences(lengths, block, by_keys=False, count=0, used=None):
@@ -104,18 +102,6 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
         launched |= arguments.band(call) | dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys)
         run.run_kernel("tile_lists", batches * planes * length, launched, run.device_of(lists), num_warps=4)
     return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
-
-
-def marked(call):
-    """Return a call with its block mask and its mask of pairs in bits; the call itself if it has both or needs none."""
-    whole = call.block_mask is not None and (call.mask is None or call.mask_bits is not None)
-    if whole or not arguments.hides(call):
-        return call
-    return with_blocks(call, *block_mask(*hiding(call), lengths_of(call)))
-
-
-def with_blocks(call, block_mask, mask_bits):
-    return call._replace(block_mask=block_mask, mask_bits=mask_bits if mask_bits.numel() else None)
 
 
 def walks(call, tile, by_keys=False, used=None):

@@ -241,6 +241,9 @@ def failed(call: Call, names, cached: bool = False, maybe: bool = False) -> "fai
 
 def without_stats(call: Call, stats, need_weights: bool, backend: str) -> "failures.KernelUnavailable | None":
     """Return the reason why a forward ran on the naive path, which leaves no stats; None if kernels computed it."""
+    wrong = any(x.wrong for x in tuned.of(call.query.device).values())
+    if not (failures.failed_kernels or failures.passed or wrong):  # the usual case
+        return None
     ways = [["forward"], *[["hopper", "combine"]] * on_hopper(call, backend)]
     for maybe in (False, True):
         why, *others = [failed(call, [*names, *["weights"] * need_weights], maybe=maybe) for names in ways]

@@ -1,4 +1,4 @@
-"""The torch.library operators `forward` (attention, with derivatives) and `block_mask`.
+"""The torch.library operator `forward`, which computes attention, with its derivatives.
 
 A compiler sees only an operator's schema and its fake, which makes tensors of the right shapes, dtypes and strides.
 The implementation serves CUDA and CPU tensors. A torch.autograd.Function, which calls the operator, adds derivatives.
@@ -10,23 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import options as of_calls
 from ..call.checks import fail, plain
 from ..call.layout import in_order, order, own_storage, row_major
-from ..call.options import INPUTS, Call, Lengths, hiding, inputs as inputs_of, lengths_of, wide_dtype
+from ..call.options import INPUTS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import constant, forward_level, is_exporting, saved_tensors_hooks, transforms_active
 from ..cpu import run as cpu
 from ..launch.failures import KernelUnavailable
 from ..naive import formula
 from . import partial, repeats, rules, schema
 from .backward import differentiate, saved_stats
-from .namespace import OPERATORS, register
+from .namespace import OPERATORS, Node, register
 from .schema import FORWARD, KERNELS, RESULTS, by_kernel, fill, new_results, run_operator, saved, stats_columns
 from .tangent import Tangent
-from .vmap_rule import vmap_rule
-
-_RESULTS = *RESULTS, "stats"
-_NOT_INPUTS = (None,) * (len(FORWARD.names) - len(INPUTS))
 
 
 def new_forward(*arguments):
@@ -76,11 +71,10 @@ def _compute(call, options, chosen=True):
     return results
 
 
-def record(call, options, marks, recorder, tensors, chosen=True):
+def record(options, marks, recorder, call, chosen=True):
     """Launch a forward in a Recorder. Return results, block mask and mask bits. marks: compute the last two here."""
     from ..launch import blocks, forward, run
 
-    call = of_calls.with_tensors(call, tensors)
     call = blocks.marked(call) if marks else call
     results = [recorder.make(x) if x.numel() else None for x in new_forward(*call, *options)]
     forward.launch_forward(*results, call, run.on_hopper(call, options[-1], chosen))
@@ -91,10 +85,9 @@ def _repeat(call, options, chosen=True):
     """Return what `_compute` returns. Repeat the launches of an earlier call of the same kind, if they are recorded."""
     found = None
     if options[-1] in KERNELS:
-        bare = schema.rounded_lengths(call, options[1])
-        launch = functools.partial(record, bare, options, False, chosen=chosen)
-        found = repeats.repeat(("forward", options, repeats.facts(bare)), of_calls.tensors(call), launch)
-    return _compute(call, options, chosen) if found is None else found[: len(_RESULTS)]
+        launch = functools.partial(record, options, False, chosen=chosen)
+        found = repeats.repeat(("forward", options), schema.rounded_lengths(call, options[1]), (), launch)
+    return _compute(call, options, chosen) if found is None else found[: len(RESULTS) + 1]
 
 
 def _forward(*arguments):
@@ -113,25 +106,10 @@ def _decompose(*arguments):
     return _filled(call, *_naive(call, *needs))
 
 
-def _of_masks(function, mask, key_mask, query_mask, bias, *lengths):
-    from ..launch import blocks
-
-    return getattr(blocks, function)(mask, key_mask, query_mask, bias, Lengths(*lengths))
-
-
-_MASKS = "Tensor? mask, Tensor? key_mask, Tensor? query_mask, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
-_LENGTHS = "SymInt rows, SymInt keys, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
-_BLOCK_MASK = f"block_mask({_MASKS}, {_LENGTHS}) -> (Tensor block_mask, Tensor mask_bits)"
-_block_mask, _new_block_mask = (functools.partial(_of_masks, name) for name in ("block_mask", "new_block_mask"))
-register(_BLOCK_MASK, _block_mask, lambda *arguments: _new_block_mask(*arguments)[0], rules.check_block_mask)
-
-
-class _Attention(torch.autograd.Function):
+class _Attention(Node):
     """The forward operator with its derivatives, for eager code and torch.func."""
 
-    @staticmethod
-    def forward(*arguments):
-        return run_operator(OPERATORS.forward, _forward, *arguments)
+    operator, signature, implementation, results = "forward", FORWARD, _forward, (*RESULTS, "stats")
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -143,7 +121,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        return *differentiate(ctx, incoming[: len(RESULTS)], ctx.needs_input_grad[: len(INPUTS)]), *_NOT_INPUTS
+        grads = differentiate(ctx, incoming[: len(RESULTS)], ctx.needs_input_grad[: len(INPUTS)])
+        return FORWARD.named(dict(zip(INPUTS, grads, strict=True)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -154,10 +133,6 @@ class _Attention(torch.autograd.Function):
         out = in_order(tangent, order(out))  # torch requires the output's strides; its older vmap changes them
         # torch takes no None: a result that was not needed has an empty tangent.
         return out, lse if ctx.has_lse else lse.new_zeros(0), weights if ctx.has_weights else out.new_zeros(0), None
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return vmap_rule(_Attention.apply, FORWARD.names, _RESULTS, info, in_dims, arguments)
 
 
 class _Direct(torch.autograd.Function):
@@ -203,7 +178,7 @@ def _attend(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fals
     # A transform or forward mode may take a derivative although no tensor requires a gradient.
     transformed = not direct and (transforms_active() or forward_level() >= 0)
     # Forward and backward share a block mask. In graphs and under vmap its size is unknown, so each makes its own.
-    if backend in KERNELS and save and not (compiling or transformed):
+    if backend in KERNELS and save and direct:
         call = _marked(call)
     options: Any = need_lse, need_weights, save or transformed, backend
     if direct:
@@ -241,14 +216,12 @@ def run_naive(call: Call, need_lse: bool, need_weights: bool, learned: bool = Fa
     return formula.run_naive(call, need_lse, need_weights)
 
 
+@torch.no_grad()
 def _marked(call: Call) -> Call:
     """Return a call with a block mask of its masks; unchanged without masks, or if the kernel does not run here."""
     from ..launch import blocks
 
-    masks = [None if x is None else x.detach() for x in hiding(call)]
-    if call.block_mask is not None or all(x is None for x in masks):
-        return call
     try:
-        return blocks.with_blocks(call, *OPERATORS.block_mask(*masks, *lengths_of(call)))
+        return blocks.marked(call)
     except KernelUnavailable:
         return call

@@ -5,20 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call import options as of_calls
 from ..call.checks import plain
 from ..call.layout import arrange, dense
-from ..call.options import ATTENDED, INPUTS, TENSORS, Call, inputs as inputs_of, wide_dtype
+from ..call.options import ATTENDED, INPUTS, Call, inputs as inputs_of, wide_dtype
 from ..call.private import autograd_inside
 from ..cpu import run as cpu
-from ..launch import tuned
-from ..launch.failures import failed_kernels, passed
 from ..naive import formula
 from . import partial, repeats, rules
 from .derived import Derived, Formula, double_backward, plus, recorded_batches
-from .namespace import OPERATORS, register
-from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, rounded_lengths, run_operator, save, saved
-from .vmap_rule import vmap_rule
+from .namespace import OPERATORS, Node, register
+from .schema import BACKWARD, FORWARD, KERNELS, RESULTS, by_kernel, fill, rounded_lengths, saved
 
 
 def new_backward(*arguments):
@@ -58,10 +54,10 @@ def readable(grad_out, call, backend):
 
 
 def kind_of(incoming, out, weights, stats, call, backend, need):
-    """Return (kind, tensors) of a backward, as `repeats.repeat` takes them."""
+    """Return (kind, call, further tensors) of a backward, as `repeats.repeat` takes them."""
     weights = weights if weights is None or weights.dim() == 4 else None
-    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled(), repeats.facts(call)
-    return kind, (*of_calls.tensors(call), *incoming, out, weights, stats)
+    kind = "backward", backend, tuple(need), torch.are_deterministic_algorithms_enabled()
+    return kind, call, (*incoming, out, weights, stats)
 
 
 def _repeated(incoming, out, weights, stats, call, backend, need):
@@ -70,13 +66,11 @@ def _repeated(incoming, out, weights, stats, call, backend, need):
     if learned or incoming[0] is None:
         return None
 
-    def launch(recorder, bare):
+    def launch(recorder, call, *more):
         from ..launch.backward import launch_backward
 
-        own, (*came, out, weights, stats) = of_calls.with_tensors(call, bare[: len(TENSORS)]), bare[len(TENSORS) :]
-        grads = new_backward(*came, out, weights, stats, *own, backend, need)
-        made = [recorder.make(x) if x.numel() else None for x in grads]
-        launch_backward(made, *came, out, weights, stats, own, backend)
+        made = [recorder.make(x) if x.numel() else None for x in new_backward(*more, *call, backend, need)]
+        launch_backward(made, *more, call, backend)
         return made
 
     return repeats.repeat(*kind_of(incoming, out, weights, stats, call, backend, need), launch)
@@ -87,28 +81,21 @@ def _compute(incoming, out, weights, stats, call, backend, need):
     grad_out, grad_lse, grad_weights = incoming
     if backend == "cpu" and out.numel() and (found := cpu.backward(call, incoming, out, weights, stats, need)):
         return found
-    if backend in KERNELS and out.numel():
-        grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
-        grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
-        why = None
-        if failed_kernels or passed or any(x.wrong for x in tuned.of(call.query.device).values()):
-            from ..launch import run
-
-            why = run.without_stats(call, stats, weights.dim() == 4, backend)
-        came, bare = (grad_out, grad_lse, grad_weights), rounded_lengths(call, weights.dim() == 4)
-        if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
-            return found
-    grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
-    if not out.numel():
-        for grad in grads:
-            grad.zero_()
-        return grads
-    if backend in ("cpu", "naive"):
+    if backend not in KERNELS or not out.numel():
+        grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
         _naive_gradients(grads, incoming, call)
         return grads
     from ..launch import run
+
+    grad_out, stats = readable(grad_out, call, backend), stats.contiguous()  # vmap may have expanded stats
+    grad_lse = None if grad_lse is None else grad_lse.to(stats.dtype).contiguous()
+    why, bare = run.without_stats(call, stats, weights.dim() == 4, backend), rounded_lengths(call, weights.dim() == 4)
+    came = grad_out, grad_lse, grad_weights
+    if why is None and (found := _repeated(came, out, weights, stats, bare, backend, need)) is not None:
+        return found
     from ..launch.backward import launch_backward, reasons_not_on_hopper
 
+    grads = new_backward(*incoming, out, weights, stats, *call, backend, need)
     grad_out = readable(call.query.new_zeros(()).expand(out.shape), call, backend) if grad_out is None else grad_out
 
     def naive():
@@ -169,14 +156,8 @@ def differentiate(ctx, incoming, need):
     return gradients((grad_out, grad_lse, grad_weights), out, weights, stats, call, backend, [*need])
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        return run_operator(OPERATORS.backward, _backward, *arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        save(ctx, inputs)
+class Backward(Node):
+    operator, signature, implementation, results = "backward", BACKWARD, _backward, INPUTS
 
     @staticmethod
     def backward(ctx, *grad_grads):
@@ -201,10 +182,6 @@ class Backward(torch.autograd.Function):
         made = zip(total, inputs_of(call), need, strict=True)
         total = [(torch.zeros_like(of) if x is None else x, of) if needed else None for x, of, needed in made]
         return tuple([out.new_zeros(0) if pair is None else arrange(*pair) for pair in total])
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return vmap_rule(Backward.apply, BACKWARD.names, INPUTS, info, in_dims, arguments)
 
 
 def backward(*arguments):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..call.checks import fail, plain
-from ..call.decode import CacheArguments, Decode, apart, check_gradients, check_sizes, keys_hold_values, stand_in
-from ..call.options import TENSORS, Call, tensors, wide_dtype, with_tensors
-from ..call.private import OLD_COMPILER, argument_names, below_autograd, transforms_active, unmapped
+from ..call.decode import CacheArguments, Decode, apart, check_sizes, keys_hold_values, stand_in
+from ..call.options import Call
+from ..call.private import OLD_COMPILER, below_autograd, transforms_active, unmapped
 from ..cpu import decode as cpu_decode
 from ..launch.failures import KernelUnavailable, fall_back
 from ..naive import decode as naive_decode, formula
@@ -22,21 +22,21 @@ from .schema import DECODE, ROTARY, by_kernel, fill, new_results
 
 def _repeated(what: tuple, decode: Decode, record: Callable[..., Any]) -> list[Tensor | None] | None:
     """Repeat an earlier Decode's launches, if any. what: operator, options. record(recorder, meta Decode) launches."""
-    call, shared, columns = decode.call, keys_hold_values(decode), decode.value_cache.shape[3]
-    kind = *what, decode.added, decode.interleaved, shared and columns, repeats.facts(call)
+    shared, columns = keys_hold_values(decode), decode.value_cache.shape[3]
+    kind = *what, decode.added, decode.interleaved, shared and columns
     own: dict[str, Any] = {name: x for name, x in decode._asdict().items() if isinstance(x, Tensor) or x is None}
     own |= dict(value_cache=None) if shared else {}
 
-    def launch(recorder, bare):
-        given, caches = bare[: len(TENSORS)], dict(zip(own, bare[len(TENSORS) :], strict=True))
+    def launch(recorder, call, *bare):
+        caches = dict(zip(own, bare, strict=True))
         key, table = caches["key_cache"], caches["table"]
         value = key[..., :columns] if shared else caches["value_cache"]
-        whole = with_tensors(call, given)._replace(key=stand_in(key, table), value=stand_in(value, table))
+        whole = call._replace(key=stand_in(key, table), value=stand_in(value, table))
         return record(recorder, decode._replace(**caches | dict(call=whole, value_cache=value)))
 
     # The key and value of the call are the caches, or stand in for paged ones.
-    of_call = [None if name in ("key", "value") else x for name, x in zip(TENSORS, tensors(call), strict=True)]
-    return repeats.repeat(kind, (*of_call, *own.values()), launch)
+    without: dict[str, Any] = dict(key=None, value=None)
+    return repeats.repeat(kind, decode.call._replace(**without), [*own.values()], launch)
 
 
 def _append(decode: Decode, backend: str) -> None:
@@ -74,9 +74,9 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
     from ..launch import decode as launch, forward, hopper, run
 
     def record(recorder, bare):
-        out, lse, _ = new_results(bare.call, need_lse, False)
-        launch.launch_decode(recorder.make(out), recorder.make(lse) if need_lse else lse, bare)
-        return [out, lse if need_lse else None]
+        results = [recorder.make(x) for x in new_results(bare.call, need_lse, False)[:2]]
+        launch.launch_decode(*results, bare)
+        return results
 
     on_hopper = backend == "hopper" and run.has_hopper(query)
     if on_hopper and (lacks := hopper.cache_reasons(decode)):  # a compiler chose it without knowing all sizes
@@ -85,7 +85,7 @@ def _attend(decode: Decode, need_lse: bool, backend: str) -> tuple[Tensor, Tenso
         on_hopper = False
     found: Any = None if on_hopper else _repeated(("decode", need_lse), decode, record)
     if found is not None:
-        return found[0], query.new_empty(0, dtype=wide_dtype(query.dtype)) if found[1] is None else found[1]
+        return tuple(found)
     launches = [lambda: launch.launch_decode(out, lse, decode)]
     if on_hopper:
         call, own = naive_decode.rotated_query(decode), lse if need_lse else None
@@ -127,17 +127,11 @@ def _check_decode(*arguments):
     rules.check_call(call, backend, capacity=call.key.shape[2])
 
 
-def _refuse(operator: str, *arguments):
-    """Raise if a derivative is wanted with respect to an argument of the operator."""
-    check_gradients(dict(zip(argument_names(getattr(OPERATORS, operator).default), arguments, strict=False)))
-
-
 _CACHES = "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_seqlens, Tensor? block_table"
 _APPEND = f"append({_CACHES}, Tensor new_key, Tensor new_value, {ROTARY}, bool named, str backend) -> ()"
 _DECODE = f"decode({DECODE.schema}) -> (Tensor out, Tensor lse)"
-_refuse_append, _refuse_decode = (functools.partial(_refuse, name) for name in ("append", "decode"))
-register(_APPEND, _append_operator, lambda *_: None, rules.check_append, _refuse_append)
-register(_DECODE, _decode_operator, _new_decode, _check_decode, _refuse_decode, _decompose)
+register(_APPEND, _append_operator, lambda *_: None, rules.check_append)
+register(_DECODE, _decode_operator, _new_decode, _check_decode, decompose=_decompose)
 
 
 def _run(decode: Decode, need_lse: bool, need_weights: bool, backend: str):

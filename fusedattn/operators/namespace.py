@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ..call.checks import fail
+from ..call.decode import check_gradients
 from ..call.options import Call, differentiated
 from ..call.private import any_requires_grad, eager, forward_level, in_onnx_export, redispatch, transforms_active
 from . import flops, repeats
-from .schema import KERNELS
+from .schema import KERNELS, Signature, run_operator, save
+from .vmap_rule import vmap_rule
 
 NAME = __name__.rpartition(".operators.")[0].replace(".", "_")  # the namespace
 LIBRARY = torch.library.Library(NAME, "FRAGMENT")  # operators live as long as this object does
@@ -45,12 +47,12 @@ def register(
     # torch accepts None even for a tensor that the schema requires.
     required = [(n, field) for n, (kind, field) in enumerate(types) if kind.startswith("Tensor") and "?" not in kind]
     places = {field: n for n, (_, field) in enumerate(types)}
-    chosen, of = places.get("backend"), places.get("query", places.get("new_key"))
+    chosen, of = places["backend"], places.get("query", places.get("new_key"))
     passed = repeats.Learned()  # {shapes, strides, dtypes and devices of a call that passed the checks: None}
 
     def on_device(arguments):
         """Return the arguments with a backend of their device. An exported program may name that of another device."""
-        if chosen is None or (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
+        if (x := arguments[of]) is None or arguments[chosen] not in _FOREIGN.get(x.device.type, ()):
             return arguments
         fields = dict(query=x, key=x, value=x) | {k: arguments[n] for k, n in places.items() if k in Call._fields}
         backend = backend_here(Call(**fields), arguments[chosen], "key_cache" in places)
@@ -87,13 +89,35 @@ def register(
                 raise NotImplementedError(f"{NAME}::{name}: torch.func takes the function, not its operator")
             arguments = on_device(arguments)
             check_all(*arguments)  # before a Function saves the arguments
-            return differentiate(*arguments)
+            if differentiate is not None:
+                return differentiate(*arguments)
+            check_gradients(dict(zip(places, arguments, strict=True)))
         return redispatch(operator.default, keyset, arguments)
 
     LIBRARY.define(schema)
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, checked_run, key)
     torch.library.register_fake(f"{NAME}::{name}", checked_new, lib=LIBRARY)
-    if differentiate is not None:
-        operator = getattr(OPERATORS, name)
-        LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)
+    operator = getattr(OPERATORS, name)
+    LIBRARY.impl(name, run_recorded, "Autograd", with_keyset=True)
+
+
+class Node(torch.autograd.Function):
+    """Autograd node of an operator, whose name, Signature, implementation and names of results a subclass declares."""
+
+    operator: str
+    signature: Signature
+    implementation: _Run
+    results: tuple[str, ...]
+
+    @classmethod
+    def forward(cls, *arguments):
+        return run_operator(getattr(OPERATORS, cls.operator), cls.implementation, *arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        save(ctx, inputs)
+
+    @classmethod
+    def vmap(cls, info, in_dims, *arguments):
+        return vmap_rule(cls.apply, cls.signature.names, cls.results, info, in_dims, arguments)

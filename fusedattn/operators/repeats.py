@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, float32
 
 from ..call.checks import in_memory
-from ..call.options import TENSORS, Call
+from ..call.options import TENSORS, Call, tensors as tensors_of, with_tensors
 from ..call.private import can_replay
 from ..launch.failures import KernelUnavailable, Unrecordable
 
@@ -60,55 +60,54 @@ def precision(tensor: Tensor) -> str | None:
     return torch.backends.cuda.matmul.fp32_precision if tensor.dtype is float32 else None
 
 
-def facts(call: Call) -> tuple:
-    """Return what selects a call's launches besides its tensors: precision, and other fields with their types."""
-    others = [tuple(x) if isinstance(x, list) else x for x in call[len(TENSORS) :]]
-    return precision(call.query), *others, *map(type, others)
-
-
-def _key(kind: Hashable, tensors: Sequence[Tensor | None]) -> tuple | None:
+def _key(kind: Hashable, call: Call, tensors: Sequence[Tensor | None]) -> tuple | None:
     """Return a key that all calls with the same launches share; None if the launches cannot be repeated."""
     there = [x for x in tensors if x is not None]
     if not can_replay or not in_memory(there) or not aligned(there):
         return None
-    return kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    numbers = [tuple(x) if isinstance(x, list) else x for x in call[len(TENSORS) :]]
+    properties = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    return kind, precision(call.query), *numbers, *map(type, numbers), *properties
 
 
-def repeat(kind: Hashable, tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> list[Tensor | None] | None:
+def repeat(kind: Hashable, call: Call, more: Sequence[Tensor | None], launch: Callable[..., Any]) -> list | None:
     """Repeat an earlier call's launches on these tensors, and return the results; None if none are recorded.
 
-    The RECORD_AFTER-th call is recorded. kind: what selects launches besides the tensors. launch: as for `record`.
+    The RECORD_AFTER-th call is recorded. kind: what selects launches besides the Call and the tensors `more`. launch:
+    as for `record`.
     """
-    if (key := _key(kind, tensors)) is None:
+    tensors = *tensors_of(call), *more
+    if (key := _key(kind, call, tensors)) is None:
         return None
-    if (known := _known.learn(key, lambda: record(tensors, launch))) is None:
+    if (known := _known.learn(key, lambda: record(call, more, launch))) is None:
         return None
     recording, places = known
     found = recording.run([x for x in tensors if x is not None])
     return [None if place is None else found[place] for place in places]
 
 
-def recorded(kind: Hashable, tensors: Sequence[Tensor | None]) -> Any:
+def recorded(kind: Hashable, call: Call, more: Sequence[Tensor | None]) -> Any:
     """Return what `record` returned for a call of this kind, (Recording, places of its results), or None."""
-    known = _known.get(_key(kind, tensors))
+    known = _known.get(_key(kind, call, (*tensors_of(call), *more)))
     return None if type(known) is int else known
 
 
-def record(tensors: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
+def record(call: Call, more: Sequence[Tensor | None], launch: Callable[..., Any]) -> Any:
     """Return (Recording, places of its results), None if none is possible, or 0 if a later call may be recorded.
 
-    places: indices in what Recording.run returns. launch(recorder, meta tensors): launches kernels, returns results.
+    places: indices in what Recording.run returns. launch(recorder, the Call on meta tensors, *more on meta) launches
+    kernels, and returns results.
     """
     from ..launch import recording, run
 
     if run.current_recorder() is not None:
         return 0
+    tensors = *tensors_of(call), *more
     bare = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
     there = [x for x in bare if x is not None]
-    device = next(x.device for x in tensors if x is not None)
     try:
-        with recording.Recorder(device, there) as recorder:
-            results = launch(recorder, bare)
+        with recording.Recorder(call.query.device, there) as recorder:
+            results = launch(recorder, with_tensors(call, bare[: len(TENSORS)]), *bare[len(TENSORS) :])
             return recorder.recording(), [recorder.number(x) for x in results]
     except Unrecordable:
         return None

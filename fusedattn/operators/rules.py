@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..call import checks, rules
-from ..call.checks import FLOATING, broadcasts, fail, is_shape
+from ..call.checks import FLOATING, broadcasts, check_place, fail, is_shape
 from ..call.decode import CacheArguments, check_sizes
-from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Lengths, Origin, inputs, sizes as sizes_of, wide_dtype
-from ..call.plan import check_fit, check_masks, pairs_of
+from ..call.options import BY_HEAD, INPUTS, Arguments, Call, Origin, inputs, lengths_of, sizes as sizes_of, wide_dtype
 from ..call.private import holds
 from ..call.rules import Sizes
 from ..call.varlen import check_lengths
@@ -73,16 +72,11 @@ def check_call(call: Call, backend: str, need_weights: bool = False, capacity: i
 def _check_packed(call: Call, need_weights: bool) -> None:
     if call.query.shape[0] != 1:
         fail(ValueError, "query", "a batch of 1, because cu_seqlens_q is given", call.query.shape)
-    offsets, longest = (call.cu_seqlens_q, call.cu_seqlens_k), (call.max_seqlen_q, call.max_seqlen_k)
-    check_lengths(Lengths(*offsets, call.query.shape[2], call.key.shape[2], *longest), call.query.device)
+    check_lengths(lengths_of(call), call.query.device)
     if need_weights or not call.mask is call.mask_bits is call.bias is call.key_mask is None:
-        _check_longest(*longest, "one of mask, bias, key_mask and need_weights")
-
-
-def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None, needed: str) -> None:
-    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if most is None:
-            fail(ValueError, name, f"an int, because {needed} is given", None)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if getattr(call, name) is None:
+                fail(ValueError, name, "an int, because mask, bias, key_mask or need_weights is given", None)
 
 
 def check_forward(*arguments: Any) -> None:
@@ -114,8 +108,7 @@ def _check_result(name: str, x: Tensor | None, call: Call, dtype: torch.dtype | 
         fail(TypeError, name, dtype or "a floating tensor", x.dtype)
     if not is_shape(x.shape, shape):
         fail(ValueError, name, f"shape {shape}", x.shape)
-    if x.device != call.query.device:
-        fail(ValueError, name, f"the device of query, {call.query.device}", x.device)
+    check_place(name, x, call.query.device)
 
 
 def check_backward(*arguments: Any) -> None:
@@ -154,24 +147,6 @@ def check_tangent(*arguments: Any) -> None:
             _check_result(f"tangent_{name}", tangent, call, field.dtype, tuple(field.shape))
         elif tangent is not None:
             fail(ValueError, f"tangent_{name}", f"None, because {name} is None", "a tensor")
-
-
-def check_block_mask(mask: Any, key_mask: Any, query_mask: Any, bias: Any, *fields: Any) -> None:
-    lengths = Lengths(*fields)
-    masks = dict(mask=mask, key_mask=key_mask, query_mask=query_mask, bias=bias)
-    if not (masks := {name: x for name, x in masks.items() if x is not None}):
-        fail(ValueError, "mask", "a tensor, because key_mask, query_mask and bias are None", None)
-    check_masks(masks, dict(mask=(4,), key_mask=(2,), query_mask=(2,), bias=(4,)))
-    if not lengths.cu_seqlens_q is lengths.cu_seqlens_k is None:
-        for name, length in (("rows", lengths.rows), ("keys", lengths.keys)):
-            if holds(length < 0, False):
-                fail(ValueError, name, "0 or more", length)
-        check_lengths(lengths, next(iter(masks.values())).device)
-        for name, total in dict(key_mask=lengths.keys, query_mask=lengths.rows).items():
-            if name in masks:
-                checks.check_shape(name, masks[name], (1, total), why="one for each packed token")
-                _check_longest(lengths.max_seqlen_q, lengths.max_seqlen_k, name)
-    check_fit({name: pairs_of(name, x, lengths) for name, x in masks.items()})
 
 
 def check_append(*arguments: Any) -> None:

@@ -7,7 +7,6 @@ respect to the inputs is a product with the second derivative, as is the derivat
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..call.layout import arrange, row_major
@@ -16,9 +15,8 @@ from ..naive.tangent import tangent as naive_tangent
 from . import rules
 from .backward import gradients
 from .derived import double_backward, double_tangent, plus
-from .namespace import OPERATORS, register
-from .schema import RESULTS, TANGENT, by_kernel, fill, new_results, rounded_lengths, run_operator, save, saved
-from .vmap_rule import vmap_rule
+from .namespace import Node, register
+from .schema import KERNELS, RESULTS, TANGENT, by_kernel, fill, new_results, rounded_lengths, saved
 
 
 def _new(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,13 +31,9 @@ def _by_formula(call: Call, directions: Sequence[Tensor | None], need_weights: b
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*directions, out, stats), call, (need_weights, backend) = TANGENT.split(arguments)
-    if backend in ("cpu", "naive"):
+    if backend not in KERNELS or not out.numel():
         return _by_formula(call, directions, need_weights)
     results = _new(*arguments)
-    if not out.numel():
-        for x in results:
-            x.zero_()
-        return results
     from ..launch import run
     from ..launch.forward import launch_tangent
 
@@ -53,14 +47,8 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
-class Tangent(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        return run_operator(OPERATORS.tangent, _tangent, *arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        save(ctx, inputs)
+class Tangent(Node):
+    operator, signature, implementation, results = "tangent", TANGENT, _tangent, RESULTS
 
     @staticmethod
     def backward(ctx, *incoming):
@@ -89,10 +77,6 @@ class Tangent(torch.autograd.Function):
             curved = double_tangent(call, directions, moved, need_weights)
             total = [plus(*pair) for pair in zip(total, curved, strict=True)]
         return tuple(total) if need_weights else (*total[:2], out.new_zeros(0))
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return vmap_rule(Tangent.apply, TANGENT.names, RESULTS, info, in_dims, arguments)
 
 
 _SCHEMA = f"tangent({TANGENT.schema}) -> (Tensor tangent_out, Tensor tangent_lse, Tensor tangent_weights)"

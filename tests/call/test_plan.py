@@ -6,10 +6,12 @@ import torch
 pytest.importorskip("triton", reason="kernels need Triton")
 
 import fusedattn as fa
+from fusedattn.launch.blocks import marked
 from fusedattn.testing.compare import with_gradients
 
 from ..cases import Case
 from ..close import assert_computes, assert_like
+from ..inside import fields
 from ..sample import one_in, product
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -39,10 +41,10 @@ def blocky(*shape, device, grain):
     return torch.where(whole == 2, torch.rand(shape, device=device) < 0.5, whole.bool())
 
 
-def marks(mask, key_mask=None, query_mask=None, bias=None):
+def marks(mask, **tokens):
     """Return the block mask that a call computes, as NONE, ALL or SOME."""
-    lengths = None, None, 0, 0, None, None
-    return torch.ops.fusedattn.block_mask(mask, key_mask, query_mask, bias, *lengths)[0].cpu().clamp(max=SOME)
+    query, key = (mask.new_empty(1, 1, n, 1) for n in mask.shape[2:])
+    return marked(fields(query, key, key, mask=mask, **tokens)).block_mask.cpu().clamp(max=SOME)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64, 128), (1, 1, 33, 17), (2, 1, 1, 50), (1, 2, 50, 1)], ids=str)
@@ -56,7 +58,8 @@ def test_marks_of_a_mask(shape, device, grain):
 def test_marks_of_all_masks_together(device, grain):
     mask = blocky(1, 2, 50, 70, device=device, grain=grain)
     key_mask, query_mask = (torch.arange(n, device=device)[None] < m for n, m in ((70, 40), (50, 35)))
-    block_mask, planned = marks(mask, key_mask, query_mask), fa.plan(mask, key_mask, query_mask).block_mask.cpu()
+    tokens = dict(key_mask=key_mask, query_mask=query_mask)
+    block_mask, planned = marks(mask, **tokens), fa.plan(mask, key_mask, query_mask).block_mask.cpu()
     seen = (mask & key_mask[:, None, None, :] & query_mask[:, None, :, None]).cpu()
     want = by_hand(seen, grain)
     # Hidden rows do not stop a block from counting as fully visible.

@@ -13,7 +13,7 @@ from fusedattn.call.options import AssumedGPU, Call, override
 from fusedattn.dispatch import backends
 
 from ..guard import Guard
-from ..inside import WHOLE, fields, leaves, leaves_of, same
+from ..inside import fields, leaves, leaves_of, same
 from ..mistakes import assert_named, bools, ints, of_shapes, of_types, of_values, ones, wrong
 from ..sequences import offsets
 
@@ -46,8 +46,6 @@ RIGHT = {  # valid arguments of each operator
     "packed forward": PACKED | PACKED_MASKS | HEADS | LONGEST | AFTER,
     "backward": INCOMING | KEPT | DENSE | dict(backend="triton", need=WANTED),
     "tangent": GIVEN | dict(out=KEPT["out"], stats=KEPT["stats"]) | DENSE | dict(need_weights=False, backend="triton"),
-    "block_mask": MASKS | WHOLE,
-    "packed block_mask": PACKED_MASKS | OFFSETS | dict(rows=TQ, keys=TK) | LONGEST,
     "append": CACHES | dict(new_key=ones(B, HKV, 1, D), new_value=ones(B, HKV, 1, DV)) | TURNING | ON,
     "decode": dict(query=ones(B, HQ, SQ, D)) | CACHES | dict(added=1) | TURNING | OF_CACHES | HEADS | NUMBERS,
 }
@@ -67,10 +65,6 @@ SHAPES = {
         grad_weights=[(B, HQ, SQ, 1)], out=[(B, HQ, 1, DV)], weights=[(0,)], stats=[(0,), (B, HQ, SQ, 3)],
     ),
     "tangent": dict(key=[(SK, D)], tangent_key=[(B, HKV, SK, 1)], out=[(B, HQ, SQ, 1)], stats=[(0,), (B, HQ, SQ, 3)]),
-    "block_mask": dict(mask=[(SQ, SK)], key_mask=[(SK,), (1, SK + 1)], query_mask=[(3, SQ)], bias=[(B, 1, SQ, SK + 1)]),
-    "packed block_mask": dict(
-        mask=[(1, 1, 4)], bias=[(1, 1, 4, 5)], key_mask=[(1, TK - 1)], query_mask=[(1, TQ + 1)], cu_seqlens_k=[(2,)],
-    ),
     "append": dict(
         key_cache=[(HKV, 4, D), (3, HKV, 4, 0)], value_cache=[(3, HKV, 5, DV)], cache_seqlens=[(B, 1)],
         block_table=[(1, 2)], new_key=[(B, 1, 1, D), (B, HKV, 1, D + 1)], new_value=[(B, HKV, 2, DV)],
@@ -96,10 +90,6 @@ WRONG = {
     ],
     "backward": of_values(dict(need=[[True] * len(WANTED), [True] * 3]) | BACKEND),
     "tangent": of_values(dict(tangent_bias=[ones(1, 1, SQ, SK)], partial=[True]) | BACKEND),
-    "block_mask": [],
-    "packed block_mask": of_values(dict(rows=[-TQ], max_seqlen_k=[None])) + [
-        wrong("mask", **dict.fromkeys(MASKS)), wrong("cu_seqlens_k", TypeError, cu_seqlens_k=None)
-    ],
     "append": of_values(dict(backend=["eager"], rotary_sin=[None])) + [wrong("key_cache", block_table=None)],
     "decode": of_values(dict(backend=["eager"], added=[-1], left=[-1])) + [
         wrong("key_cache", key_cache=ones(3, 3, 4, D), value_cache=ones(3, 3, 4, DV))
@@ -269,12 +259,6 @@ def test_what_has_no_derivative_says_so(name, argument, device, backend):
     with forward_ad.dual_level():
         dual = {argument: forward_ad.make_dual(given[argument], given[argument].clone())}
         assert_named(operator(name), given, wrong(argument, **dual))
-
-
-def test_a_block_mask_has_no_gradient(device):
-    given = moved(RIGHT["block_mask"], device)
-    made = OPERATORS.block_mask(**given | dict(bias=given["bias"].clone().requires_grad_()))
-    assert not any(x.requires_grad for x in made)
 
 
 @pytest.mark.parametrize("options", [{}, dict(dropout_p=0.5, seed=3)], ids=["plain", "dropout"])
