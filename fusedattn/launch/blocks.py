@@ -98,8 +98,11 @@ def tile_lists(call, tile, by_keys=False, sequences=None):
     if lists.numel():
         marks = arguments.of(block_mask.expand(-1, -1, cdiv(rows, BLOCK), cdiv(keys, BLOCK)))
         launched = dict(Lists=lists, sequences=sequences, block_mask=marks, heads=planes, tile_count=across)
-        launched |= dict(GROUP=group if by_keys else 1, TOP_LEFT=call.top_left, BY_KEYS=by_keys, CHUNK=256)
-        launched |= arguments.band(call) | dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys)
+        launched |= dict(GROUP=group if by_keys else 1, TOP_LEFT=call.top_left, BY_KEYS=by_keys)
+        # In the interpreter small lists take several chunks.
+        launched |= arguments.band(call) | dict(
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, CHUNK=2 if run.interpreting() else 256
+        )
         run.run_kernel("tile_lists", batches * planes * length, launched, run.device_of(lists), num_warps=4)
     return arguments.of(lists.flatten(2, 3).expand(batch, heads // group if by_keys else heads, -1, -1))
 

@@ -85,7 +85,7 @@ CASES = [
     case("the same length for all", lengths=(7, 7, 7), said="all", **TWO),
     case("nothing in the cache", causal=True, Sq=3, new=3, lengths=(0, 0, 0), said="all"),
     case("the whole cache", causal=True, Sq=2, lengths=(C, C, C), said="nothing"),
-    case("the whole of pages", Sq=2, lengths=(C, C, C), page=4, said="nothing"),
+    case("the whole of pages", Sq=2, lengths=(C, C, C), page=3, said="nothing"),
     case("new to the end", causal=True, Sq=3, new=3),
     case("fewer new than queries", causal=True, Sq=3, new=1),
     case("more new than queries", causal=True, new=3),

@@ -247,3 +247,5 @@ def test_weights_of_nested_inputs_are_those_of_each_head():
     jagged = torch.nested.nested_tensor(list(inputs), layout=torch.jagged)
     with pytest.raises(TypeError, match="^query: .* strided nested tensor .* torch.jagged"):
         ours(jagged, jagged, jagged)
+    with pytest.raises((TypeError, ValueError), match="^query: "):
+        pair()[1](packed, packed, packed)

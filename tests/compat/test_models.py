@@ -126,7 +126,7 @@ GENERATED = sample.product(GENERATING, NAMES, CACHES, [False, True])
 GENERATED = [x for x in GENERATED if x.values[0].kind == "decoder" or x.values[2] != "in chunks"]
 
 
-@pytest.mark.parametrize("family, name, case, padded", sample.one_in(19, GENERATED))
+@pytest.mark.parametrize("family, name, case, padded", sample.one_in(21, GENERATED))
 def test_generated_tokens_are_eagers(family, name, case, padded, calls):
     if MAJOR < 5 and (family.name, case) == ("DeepSeek-V3", "static"):
         pytest.skip("the static cache of transformers 4 takes values for as wide as keys")

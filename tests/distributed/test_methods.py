@@ -124,6 +124,10 @@ def test_16_bits_are_as_exact_as_in_one_process(rank, size, method):
         case = Case("16 bits", B=2, Hq=8, Hkv=Hkv, Sq=128, Sk=128, D=32, Dv=32, causal=True, dtype=torch.bfloat16)
         tensors, options = case.draw()
         assert_close(summed_gradients(by_shards(method, **balance), tensors, options), tensors, options)
+        if method == "ulysses_attention":
+            inputs = (tensors[name] for name in ("query", "key", "value"))
+            results = by_shards(method)(*inputs, **options, return_lse=True, return_weights=True)
+            assert results[2].dtype == torch.bfloat16
 
 
 @on_ranks(2)

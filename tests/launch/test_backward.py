@@ -153,3 +153,16 @@ def test_what_is_past_the_last_key_gives_nothing_to_dq(fields, device):
         options["mask"][..., :16] = False
     lse = assert_computes(fa.attention, tensors, options, backend="triton")["lse"]
     assert lse[lse > float("-inf")].max() < -100
+
+
+def test_sums_over_rows_are_float64(device):
+    """Large gradients of two equal rows cancel in the gradient of a sink."""
+    query, key = torch.randn(1, 1, 3, 16, device=device), torch.randn(1, 1, 5, 16, device=device)
+    query[:, :, 2] = query[:, :, 0]
+    incoming, found = torch.randn(1, 1, 3, 16, device=device), []
+    for large in (0.0, 2.0**30):
+        incoming[:, :, 0], incoming[:, :, 2] = large, -large
+        sinks = torch.zeros(1, device=device, requires_grad=True)
+        out = fa.attention(query, key, key, sinks=sinks, backend="triton")
+        found.append(torch.autograd.grad(out, sinks, incoming)[0])
+    torch.testing.assert_close(*found)

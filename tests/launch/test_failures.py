@@ -112,7 +112,10 @@ def test_a_named_backend_that_fails_raises_each_time(kernels, failing):
     with gpu:
         for _ in range(2):
             with pytest.raises(NotImplementedError, match="^backend: .*PTXASError.*ptxas fatal"):
-                torch.autograd.grad(fa.attention(*inputs, backend="triton").sum(), inputs)
+                try:
+                    raise TimeLimit("handled already")
+                except TimeLimit:
+                    torch.autograd.grad(fa.attention(*inputs, backend="triton").sum(), inputs)
     gpu, _ = failing("compile", PTXASError("ptxas fatal"), kernels)
     failures.forget()
     with gpu, fa.use_backend("triton"), pytest.raises(NotImplementedError, match="^backend: "):

@@ -164,6 +164,20 @@ _ON_HOPPER = dense(
             ("causal D128", dict(causal=True, Sq=300, Sk=333, multiprocessors=1, **WIDE)),
             ("window", dict(window=(40, 20), Sq=300, Sk=300, multiprocessors=2)),
             ("causal D256", dict(causal=True, D=256, Sq=102, Sk=122, multiprocessors=1)),
+            (
+                "slopes D256, top left",
+                dict(
+                    causal=True,
+                    window=(20, None),
+                    align="top_left",
+                    D=256,
+                    B=2,
+                    alibi="own",
+                    Sq=150,
+                    Sk=100,
+                    multiprocessors=1,
+                ),
+            ),
             ("softcap, a repeated call", dict(softcap=1.5, times=3)),
             ("softcap D128 causal, two passes", dict(softcap=1.5, causal=True, Sq=300, Sk=333, **WIDE | TWO)),
             ("softcap, sinks, scale, packed D128 fp16", _TOGETHER | WIDE | _CAPPED),
@@ -173,7 +187,7 @@ _ON_HOPPER = dense(
             ("sinks, packed", _TOGETHER | dict(sinks=True, window=(60, 0), **TWO)),
             (
                 "query mask, packed",
-                dict(B=3, Sq=70, Sk=130, lengths=((70, 0, 33), (100, 20, 130)), query_mask="own", times=3),
+                dict(B=3, Sq=70, Sk=130, lengths=((70, 0, 33), (100, 20, 130)), query_mask="own", alibi="own", times=3),
             ),
             ("sinks, query mask D256", dict(sinks=True, query_mask="own", B=2, D=256, **SHORT)),
             ("query mask, slopes, cap D128", dict(query_mask="own", B=2, alibi="own", softcap=5.0, scale=-0.4, **WIDE)),
@@ -220,7 +234,7 @@ _ON_HOPPER = dense(
             ("dropout, window of one key D128", dict(dropout=0.3, window=(0, 0), Sq=70, Sk=70, **WIDE)),
             ("dropout, splits", dict(dropout=0.3, softcap=5.0, B=2, Sq=70, Sk=1200, times=3)),
             ("dropout, options, two passes D128", _DROPPED | WIDE | TWO | dict(softcap=5.0)),
-            ("key mask, splits", dict(key_mask="own", B=2, Sq=70, Sk=900, multiprocessors=16)),
+            ("key mask, splits", dict(key_mask="own", bias="keys", B=2, Sq=70, Sk=904, multiprocessors=16)),
             ("packed", _TOGETHER | dict(multiprocessors=3)),  # full: programs take several blocks
             ("packed causal D128", _TOGETHER | dict(causal=True, **WIDE)),
             ("packed D64, two passes", _TOGETHER | dict(window=(60, 0)) | TWO),
@@ -328,7 +342,7 @@ def _decode():
         ("decode_64 D 576, shared fp32", latent | fp32 | dict(Hq=40)),
         ("decode_64 D 512", cache | of_64 | dict(D=512, Dv=512)),
         ("prefill", cache | prefill | dict(alibi=True)),
-        ("prefill D128, into pages", prefill | wide | dict(page=128, C=640, window=(100, 0))),
+        ("prefill D128, into pages", prefill | wide | dict(half=32, page=128, C=640, window=(100, 0))),
         ("prefill D256, turned", prefill | widest | dict(half=32, Hq=2)),
         ("prefill D512, into pages", prefill | dict(D=512, Dv=512, page=128, C=640, window=(100, 0))),
         ("prefill, query mask", cache | dict(Sq=130, C=256, lengths=(60, 256, 100), query_mask=True)),
@@ -353,8 +367,8 @@ WIDE_HEADS += [Entry(case._replace(name=f"decode: {case.name}")) for case in cac
 # `make test` executes these: both backwards, each kernel, and each kind of instruction.
 FEW = (
     *("window, two passes", "dropout under a key mask", "bias over batch (dbias)", "packed causal", "far apart"),
-    *("decode: new keys in pages", "decode: cache, split and merged"),
-    *("hopper window", "hopper causal D256", "hopper packed causal D128", "hopper causal, two rows"),
+    *("decode: new keys in pages", "decode: cache, split and merged", "decode: prefill D128, into pages"),
+    *("hopper window", "hopper slopes D256, top left", "hopper packed causal D128", "hopper causal, two rows"),
     *("hopper query mask, packed", "hopper key mask, splits", "hopper bias of rows, sinks D128 causal"),
 )
 
