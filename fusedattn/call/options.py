@@ -289,8 +289,14 @@ class override:
             setattr(thread_overrides, name, value)
 
     def __exit__(self, *error: object) -> None:
-        if thread_overrides.before and thread_overrides.before[-1][0] is self:  # or a generator ends in another thread
-            for name, value in thread_overrides.before.pop()[1].items():
+        # Generators and asyncio tasks end in any order, and generators even in another thread.
+        before = thread_overrides.before
+        own = [n for n, (other, _) in enumerate(before) if other is self]
+        for name, value in (before.pop(own[-1])[1] if own else {}).items():
+            later = [values for _, values in before[own[-1] :] if name in values]
+            if later:
+                later[0][name] = value  # is still open, and goes back to this value
+            else:
                 setattr(thread_overrides, name, value)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -126,7 +126,7 @@ def _totals(sums, offsets, batch, most):
     if batch == 1:
         return sums.sum((2, 3))
     # A scatter would sum in no fixed order.
-    return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", lengths=offsets.diff(), unsafe=True)
+    return torch.segment_reduce(sums[0, :, :, 0].T.contiguous(), "sum", offsets=offsets, unsafe=True)
 
 
 def _preprocess(p, out, grad_lse, weights, stats, query_sums, turns, by_row, shown, form):

@@ -286,6 +286,7 @@ def scores_of_a_head(call):
     """Return (shape, bytes) of the stored score gradients of a key head. Packed sequences get whole blocks of keys."""
     group, (_, _, rows, keys) = group_of(call), sizes(call)
     if call.cu_seqlens_k is not None:
+        rows = max(1, min(rows, call.query.shape[2]))  # a maximum length may be any bound
         block = 2 * tile_table.WARPGROUP_ROWS
         keys = arguments.slots(call, block, by_keys=True) * block
     shape = group, 1, keys, cdiv(rows, 64) * 64  # each row starts an L2 line

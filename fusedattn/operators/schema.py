@@ -89,14 +89,19 @@ def run_operator(operator, implementation, *arguments):
 
 
 def rounded_lengths(call: Call, need_weights: bool) -> Call:
-    """Return a call whose maximum lengths are powers of two, if kernels only choose by them. So fewer calls differ."""
+    """Return a call with maximum lengths rounded up, if kernels only choose by them. So fewer calls differ."""
     plain = call.mask is call.block_mask is call.bias is call.key_mask is None and not need_weights
-    # The backward of wide heads on Hopper stores scores of the longest sequence.
-    if not plain or call.cu_seqlens_q is None or max(call.query.shape[3], call.value.shape[3]) > ONE_PASS:
+    if not plain or call.cu_seqlens_q is None:
         return call
+    # The backward of wide heads on Hopper stores scores of the longest sequence: at most an eighth more of them.
+    is_wide = max(call.query.shape[3], call.value.shape[3]) > ONE_PASS
 
     def rounded(most, total):
-        return None if most is None else min(total, 1 << max(most - 1, FEW_ROWS - 1).bit_length())
+        if most is None:
+            return None
+        step = 1 << max(most - 1, FEW_ROWS - 1).bit_length()
+        step = max(FEW_ROWS, step // 16) if is_wide else step
+        return min(total, max(1, -(-most // step)) * step)
 
     rows, keys = rounded(call.max_seqlen_q, call.query.shape[2]), rounded(call.max_seqlen_k, call.key.shape[2])
     return call._replace(max_seqlen_q=rows, max_seqlen_k=keys)

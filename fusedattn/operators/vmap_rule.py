@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.options import DIMS, Call
+from ..call.checks import fail
+from ..call.options import DIMS, Call, is_known
 
 # {tensor with packed rows or keys: their axis}. In other tensors, the first dimension is the batch or 1.
 _AXES = {name: dims.index(dims.strip("BHGD")) for name, dims in DIMS.items() if len(dims.strip("BHGD")) == 1}
@@ -36,6 +37,8 @@ def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any
             return x
         x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         if (total := totals.get(name)) is not None:
+            if is_known(x) and bool((x[:, -1] != total).any()):
+                fail(ValueError, name, f"a last offset of {total} under torch.vmap", x[:, -1].tolist())
             starts = x[:, :-1] + total * torch.arange(size, dtype=x.dtype, device=x.device)[:, None]
             return torch.cat([starts.flatten(), x.new_full((1,), size * total)])
         if x.dim() == 2:

@@ -153,6 +153,11 @@ def test_use_backend_is_for_the_thread_and_the_call_wins(device):
             inside = fa.use_backend("naive")
             other.submit(inside.__enter__).result()
             inside.__exit__(None, None, None)  # as of a generator that another thread closes
+        tasks = fa.use_backend("naive"), fa.use_backend("cpu")
+        for task in tasks:
+            task.__enter__()
+        for task in tasks:  # as of asyncio tasks: the first one ends first
+            task.__exit__(None, None, None)
         with pytest.raises(NotImplementedError):
             fa.attention(*draw(dim=600, device=device))
     assert fa.explain(*draw()).backend == "cpu"

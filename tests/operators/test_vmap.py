@@ -117,3 +117,6 @@ def test_what_cannot_be_mapped_over_is_named(device):
     attend = lambda x, starts, mask: fa.attention_varlen(x, x, x, starts, starts, key_mask=mask)  # noqa: E731
     with pytest.raises(ValueError, match="max_seqlen_.: expected an int"):
         torch.vmap(attend)(x, starts, key_mask)
+    if device == "cpu":  # nobody reads offsets on a GPU
+        with pytest.raises(ValueError, match="^cu_seqlens_q: .* last offset of 5"):
+            torch.vmap(lambda x, starts: fa.attention_varlen(x, x, x, starts, starts))(x, starts.clamp(max=4))
