@@ -20,6 +20,8 @@ def _naive(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def naive(*arguments: Any, **options: Any) -> Any:
+        if "backend" in options:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument 'backend'")
         return function(*arguments, backend="naive", **options)
 
     signature = inspect.signature(function)
