@@ -23,8 +23,10 @@ def check_names(option: str, names: Sequence[str], known: Collection[str]) -> No
 
 
 def check_file(option: str, path: str) -> None:
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():  # "" names the current folder
-        raise Problem(f"{option}: expected a file, not a folder, in a folder that exists, got {path!r}")
+    if Path(path).is_dir():  # "" names the current folder
+        raise Problem(f"{option}: expected the name of a file, got {'the folder ' * bool(path)}{path!r}")
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise Problem(f"{option}: expected a file in a folder that exists, got {path}: create {folder} first")
 
 
 class Output:
