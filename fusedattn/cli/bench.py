@@ -37,8 +37,9 @@ def run(arguments, output: Output) -> int:
         check_file("csv", path)
         try:
             rows.create(path)
-        except ValueError as error:
-            raise Problem(f"csv: {error}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise Problem(f"csv: cannot append to {path}: {why}") from error
     if not (total := sum(len(some) * len(names) * len(modes) for some, names, modes in work)):
         raise Problem("no case fits all of the options: change --providers, --causal or --shape")
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, one thread"
@@ -61,7 +62,14 @@ def run(arguments, output: Output) -> int:
 
     for line in report.lines(written):
         output.say(line)
-    if picture and not plot.drawable(written):
+    if picture and plot.drawable(written):
+        try:
+            plot.figure(written).savefig(picture, format="png")
+            output.say(f"Plot: {picture}")
+        except OSError as error:
+            ended = ended or Problem(f"plot: cannot write {picture}: {error.strerror or error}")
+            picture = None
+    elif picture:
         output.say("No plot: nothing was measured.")
         picture = None
     seconds, ok = round(time.monotonic() - began, 1), not report.wrong(written)
@@ -72,9 +80,6 @@ def run(arguments, output: Output) -> int:
     verdict = dict(text=report.sentences(written), each=each)
     answer = dict(ok=ok, complete=complete, seconds=seconds, versions=rows.versions(), device=device, preset=preset)
     output.finish(answer | dict(rows=plain, verdict=verdict, csv=path, picture=picture))
-    if picture:
-        plot.figure(written).savefig(picture, format="png")
-        output.say(f"Plot: {picture}")
     if ended:
         raise ended
     return 0 if ok else 1

@@ -71,10 +71,10 @@ def test_a_picture_that_cannot_be_written_loses_no_rows(json_only, tmp_path, cap
     picture = str(tmp_path / "a.png")
     assert cli.main([*SQUARE, "--plot", picture, *["--json"] * json_only]) == 2
     shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1 and "No space left" in shown.err
+    assert shown.err.count("\n") == 1 and f"plot: cannot write {picture}: No space left" in shown.err
     if json_only:
         found = json.loads(shown.out)
-        assert found["ok"] and found["complete"] and len(found["rows"]) == 4
+        assert found["ok"] and found["complete"] and found["picture"] is None and len(found["rows"]) == 4
     else:
         assert "4 of 4 rows" in shown.out and "Plot:" not in shown.out
 
