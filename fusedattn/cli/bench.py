@@ -52,11 +52,14 @@ def run(arguments, output: Output) -> int:
                 for row in measure.measure(about, some, names, modes, device, BUDGET_MS[device]):
                     written.append(row)
                     if path is not None:
-                        rows.append(path, row)
+                        try:
+                            rows.append(path, row)
+                        except OSError as error:  # a full disk
+                            raise Problem(f"csv: cannot write {path}: {error.strerror or error}") from error
                     advance(f"{row.provider} {row.mode}, {row.case.name}")
                     if measure.broke(row.status):
                         raise Problem(f"the GPU stopped working: {report.reason(row)}")
-    except (KeyboardInterrupt, Problem, OSError) as error:  # OSError: a full disk. Show the rows so far.
+    except (KeyboardInterrupt, Problem, OSError) as error:  # show the rows so far
         ended = error
     complete = ended is None
 

@@ -79,20 +79,25 @@ def test_a_picture_that_cannot_be_written_loses_no_rows(json_only, tmp_path, cap
         assert "4 of 4 rows" in shown.out and "Plot:" not in shown.out
 
 
-def test_an_error_of_a_file_loses_no_rows(tmp_path, capsys, monkeypatch):
-    append, appended = rows.append, []
+@pytest.mark.parametrize("of_csv", [True, False], ids=["csv", "another file"])
+def test_an_error_of_a_file_loses_no_rows(of_csv, tmp_path, capsys, monkeypatch):
+    append, measure, appended = rows.append, bench.measure.measure, []
 
     def full(path, row):
         if appended:
             raise OSError(28, "No space left")
         appended.append(append(path, row))  # the first row is the header
 
-    monkeypatch.setattr(rows, "append", full)
+    def ends(*arguments):
+        yield next(measure(*arguments))
+        raise OSError(5, "Input/output error", "other")
+
+    monkeypatch.setattr(*(rows, "append", full) if of_csv else (bench.measure, "measure", ends))
     assert cli.main([*SQUARE, "--csv", str(tmp_path / "a.csv"), "--json"]) == 2
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert not found["complete"] and len(found["rows"]) == 1
-    assert "No space left" in shown.err
+    assert ("csv: cannot write" in shown.err) == of_csv and ("No space left" if of_csv else "other") in shown.err
 
 
 def test_rows_are_appended_and_drawn(tmp_path, capsys):
