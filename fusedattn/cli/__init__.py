@@ -20,7 +20,14 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, with a hint at --help."""
 
     def error(self, message: str) -> NoReturn:
+        message += ", got none" * message.endswith("expected one argument")
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # argparse would leave them to the parser of all commands, whose help does not list the options
+            self.error(f"it does not take {' '.join(unknown)}")
+        return found, unknown
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -117,9 +117,9 @@ CASES = ", ".join(case.name for case in grid.CASES)
 MISTAKES = [  # (command, part of the one line that it prints)
     ([], "COMMAND"),
     (["nope"], "invalid choice: 'nope'"),
-    (["info", "extra"], "fusedattn: unrecognized arguments: extra (see fusedattn --help)"),
-    (["bench", "--shpe", "1"], "fusedattn: unrecognized arguments: --shpe (see fusedattn --help)"),
-    (["check", "--backend"], "--backend: expected one argument"),
+    (["info", "extra"], "fusedattn info: it does not take extra (see fusedattn info --help)"),
+    (["bench", "--shpe", "1"], "bench: it does not take --shpe (see fusedattn bench --help)"),
+    (["check", "--backend"], "--backend: expected one argument, got none"),
     (["check", "--case", "zzz"], f"case: expected one of {CASES}, got zzz\n"),
     (["check", "--case", "casual"], "did you mean causal?"),
     (["check", "--backend", "tritn"], "did you mean triton?"),
