@@ -44,7 +44,7 @@ def figure(written):
                 ax.plot(*zip(*points, strict=True), f"C{i}{MARKERS[i % len(MARKERS)]}-", label=provider)
         lengths = sorted({row.Sk for row in some})
         ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, map(str, lengths))
+        ax.set_xticks(lengths, [f"{x // 1024}k" if x % 1024 == 0 else f"{x}" for x in lengths])
         ax.set(ylim=(0, 1.1 * ax.get_ylim()[1]), xlabel="sequence length (tokens)", ylabel="TFLOP/s")
         ax.set_title(_title(mode, case), fontsize=10)
         ax.grid(alpha=0.4)
@@ -54,7 +54,8 @@ def figure(written):
     where = "a CPU" if last.gpu == "cpu" else last.gpu
     drawn.suptitle(f"Attention on {where}, torch {last.torch}, {last.date[:10]}", fontsize=12)
     lines = {line.get_label(): line for ax in drawn.axes for line in ax.lines}
-    drawn.legend([lines[name] for name in names], names, loc="outside lower center", ncols=4, frameon=False)
+    columns = max(1, int(12 * drawn.get_figwidth()) // (max(map(len, names)) + 6))  # 12 letters take an inch
+    drawn.legend([lines[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False)
     return drawn
 
 

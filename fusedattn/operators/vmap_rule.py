@@ -37,10 +37,12 @@ def _folding(size: int, call: dict[str, Any], dims: dict[str, Any]) -> tuple[Any
             return x
         x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         if (total := totals.get(name)) is not None:
-            if is_known(x) and bool((x[:, -1] != total).any()):
-                fail(ValueError, name, f"a last offset of {total} under torch.vmap", x[:, -1].tolist())
+            ends = x[:, [0, -1]]
+            if is_known(ends) and bool((ends != ends.new_tensor([0, total])).any()):
+                fail(ValueError, name, f"offsets from 0 to {total} under torch.vmap", ends.tolist())
             starts = x[:, :-1] + total * torch.arange(size, dtype=x.dtype, device=x.device)[:, None]
-            return torch.cat([starts.flatten(), x.new_full((1,), size * total)])
+            end = x[-1:, -1] + (size - 1) * total if size else x.new_zeros(1)  # an outer torch.vmap checks it
+            return torch.cat([starts.flatten(), end])
         if x.dim() == 2:
             return x[:1].flatten()  # an empty lse, weights or stats
         axis = _AXES.get(_kind(name))

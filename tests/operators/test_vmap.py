@@ -118,5 +118,5 @@ def test_what_cannot_be_mapped_over_is_named(device):
     with pytest.raises(ValueError, match="max_seqlen_.: expected an int"):
         torch.vmap(attend)(x, starts, key_mask)
     if device == "cpu":  # nobody reads offsets on a GPU
-        with pytest.raises(ValueError, match="^cu_seqlens_q: .* last offset of 5"):
+        with pytest.raises(ValueError, match="^cu_seqlens_q: .* 0 to 5"):
             torch.vmap(lambda x, starts: fa.attention_varlen(x, x, x, starts, starts))(x, starts.clamp(max=4))
