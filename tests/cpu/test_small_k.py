@@ -75,3 +75,10 @@ def test_gradients_of_few_keys_are_as_good_as_eagers(dim, keys, scale, seed):
     sizes |= dict(out=(4, 3, 1030, dim), lse=(4, 3, 1030))
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
     assert_computes(fa.attention, tensors, dict(scale=scale))
+
+
+def test_sinks_of_more_than_float32_holds_count_as_its_largest_number():
+    inputs = [torch.randn(1, 2, n, 8, requires_grad=True) for n in (5, 7, 7)]
+    sinks = torch.full((2,), 1e39, dtype=torch.float64)
+    out, lse = fa.attention(*inputs, sinks=sinks, return_lse=True)
+    assert not out.any() and lse.isfinite().all() and torch.autograd.grad(out.sum(), inputs)[0].isfinite().all()

@@ -4,15 +4,18 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
+import fusedattn as fa
 from fusedattn.launch import tile_table
 
 from .. import sample
 from . import calls, memory
 from .cases import HOPPER, WIDE_HEADS, dense
 from .conftest import CAPABILITIES, TILES, each_once
+from .device import gpu
 
 BYTES, WORDS = "masks.0.0", "rules.0.3.1"  # arguments that are a mask of pairs
 
@@ -129,3 +132,16 @@ def test_passes_read_an_eighth_of_the_bytes_of_a_mask(plan, monkeypatch):
     assert not outcome.wrong()
     of = {key: sum(len(places) for (name, _), places in read.items() if name == key) for key in (BYTES, WORDS)}
     assert of == {BYTES: 0 if plan else 64 * 512, WORDS: 2 * 64 * 512 // 8}
+
+
+@pytest.mark.matrix
+def test_rows_outside_all_sequences_change_no_gradient_of_sinks(poison, unchecked):
+    *inputs, incoming = torch.randn(4, 160, 2, 64, dtype=torch.bfloat16)
+    ends, sinks, results = torch.tensor([0, 70, 150], dtype=torch.int32), torch.rand(2, requires_grad=True), []
+    with gpu(HOPPER) as device:
+        for rows in (150, 160):
+            own = [x[:rows].clone().requires_grad_() for x in inputs]
+            out = fa.attention_varlen(*own, ends, ends, sinks=sinks, backend="hopper")
+            results.append(torch.autograd.grad(out[:150], (sinks, *own), incoming[:150])[0])
+    assert [x.name for x in device.launches].count("backward") == 2
+    assert torch.equal(*results)

@@ -278,18 +278,6 @@ def test_sequences_of_a_vmap_have_a_sink_each(biased):
     assert_like(got, lambda: differentiated(eager, inputs, incoming))
 
 
-def test_rows_outside_all_sequences_change_no_gradient_of_sinks(poison, unchecked):
-    inputs, ends = [torch.randn(160, 2, 64, **BF16) for _ in range(3)], torch.tensor([0, 70, 150], dtype=torch.int32)
-    sinks, incoming, results = torch.rand(2, requires_grad=True), torch.randn(150, 2, 64, **BF16), []
-    with gpu(90) as device:
-        for rows in (150, 160):
-            own = [x[:rows].requires_grad_() for x in inputs]
-            out = fa.attention_varlen(*own, ends, ends, sinks=sinks, backend="hopper")
-            results.append(torch.autograd.grad(out[:150], (sinks, *own), incoming)[0])
-    assert [x.name for x in device.launches].count("backward") == 2
-    assert torch.equal(*results)
-
-
 def test_heads_of_one_key_head_share_a_block():
     query, key = (torch.randn(1, heads, rows, 64, **BF16) for heads, rows in ((8, 9), (2, 70)))
     with gpu(90) as device:
